@@ -55,6 +55,8 @@ DEMO_ARGS ?=
 # DeepSpeed compiles its ops with the ninja of the environment, which it looks for on the PATH.
 export PATH := $(abspath $(BIN)):$(PATH)
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
+# By files: tests of one share what its fixtures have computed.
+SHARED := --numprocesses $(WORKERS) --dist loadfile
 with_path = PYTHONPATH="$(CURDIR)/.compat/$(1)$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .PHONY: help
@@ -69,7 +71,7 @@ demo: $(VENV)/.installed ## fine-tune a classifier under FSDP on two processes (
 
 .PHONY: test
 test: $(VENV)/.installed ## run the tests
-	$(PYTEST) $(or $(TESTS),--numprocesses $(WORKERS) --dist loadfile)
+	$(PYTEST) $(or $(TESTS),$(SHARED))
 
 .PHONY: test-faults
 test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ...: 576 cases, about 8 minutes
@@ -86,11 +88,11 @@ soak: $(VENV)/.installed ## kill 200 runs while they save, load 20,000 changed c
 
 .PHONY: test-accelerate
 test-accelerate: $(VENV)/.installed .compat/accelerate/.installed ## run the tests with Hugging Face accelerate present
-	$(call with_path,accelerate) $(PYTEST) $(TESTS)
+	$(call with_path,accelerate) $(PYTEST) $(SHARED) $(TESTS)
 
 .PHONY: test-ecosystem
 test-ecosystem: $(VENV)/.installed .compat/ecosystem/.installed ## run the tests with libraries around transformers (PEFT, ...)
-	$(call with_path,ecosystem) $(PYTEST) $(or $(TESTS),tests/ecosystem)
+	$(call with_path,ecosystem) $(PYTEST) $(SHARED) $(or $(TESTS),tests/ecosystem)
 
 .PHONY: test-notebook
 test-notebook: $(VENV)/.installed .compat/notebook/.installed ## run the notebook launcher in a real kernel
@@ -103,7 +105,7 @@ test-matrix: $(TRANSFORMERS:%=test-transformers-%) ## run the Trainer's tests on
 $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: $(VENV)/.installed .compat/transformers-%/.installed
 	$(call with_path,transformers-$*) $(BIN)/python -c \
 		'import transformers; assert transformers.__version__ == "$*", transformers.__version__'
-	$(call with_path,transformers-$*) $(PYTEST) $(MATRIX_TESTS)
+	$(call with_path,transformers-$*) $(PYTEST) $(SHARED) $(MATRIX_TESTS)
 
 .PHONY: docs
 docs: $(VENV)/.installed .compat/docs/.installed ## build the documentation into site/, strictly, and open pages in a browser

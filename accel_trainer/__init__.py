@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from accel_trainer.moved import find_moved_modules
+from accel_trainer.aliases import find_aliases
 
 __version__ = "0.1.0"
 
@@ -54,7 +54,7 @@ _EXPORTS = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for
 
 __all__ = ["__version__", *_EXPORTS]
 
-find_moved_modules()
+find_aliases()
 
 
 def __getattr__(name: str) -> Any:

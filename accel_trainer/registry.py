@@ -86,7 +86,7 @@ _STRATEGIES = _Catalogue(
     reserved={"auto": "the choice by the number of processes"},
 )
 # Readers of a Trainer's arguments, for strategies with a configuration in a format of their own.
-_ARGUMENTS_ADAPTERS = {"deepspeed": "accel_trainer.integrations.deepspeed.trainer_arguments"}
+_ARGUMENTS_ADAPTERS = {"deepspeed": "accel_trainer.integrations.deepspeed.strategy"}
 _TRACKERS = _Catalogue(
     "tracker",
     TRACKER_ENTRY_POINT_GROUP,

@@ -33,7 +33,7 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # `moved.py` lets this module stand for `inference`, of which nothing is offered.
+    # `aliases.py` lets this module stand for `inference`, of which nothing is offered.
     raise explain_missing("accel_trainer.inference", name)
 
 

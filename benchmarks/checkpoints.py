@@ -16,8 +16,6 @@ from torch import nn
 
 from accel_trainer import Accelerator
 
-__all__ = ["measure"]
-
 NUM_LAYERS, WIDTH = 24, 2048
 BUFFER_MIB = 256
 

@@ -10,8 +10,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_trainer import Accelerator
 
-__all__ = ["measure"]
-
 BATCH_SIZE = 16
 NUM_BATCHES, SKIPPED = 200_000, 190_000
 SKIP_BOUND_SECONDS = 0.010

@@ -17,8 +17,6 @@ from two_ranks import print_measured
 from accel_trainer import Accelerator
 from accel_trainer.runtime.rank_watch import current_watch
 
-__all__ = ["measure"]
-
 NUM_UPDATES, BATCH_SIZE, WIDTH = 10, 64, 640
 
 

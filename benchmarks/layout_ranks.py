@@ -15,11 +15,10 @@ import torch
 from timing import Row, ratio_row
 from torch.utils.data import BatchSampler
 
-from accel_trainer.checkpoint.format.placement import local_box
-from accel_trainer.checkpoint.shards import own_share
+from accel_trainer.checkpoint.shards import local_box, own_share
 from accel_trainer.config import resolve
+from accel_trainer.contrib.planning.planner import fake_job
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
-from accel_trainer.launch.planner import fake_job
 from accel_trainer.precision import build_precision
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["peak_mib"]
-
 T = TypeVar("T")
 
 

@@ -9,8 +9,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_trainer import Accelerator
 
-__all__ = ["measure"]
-
 NUM_SAMPLES, BATCH_SIZE = 6400, 16
 
 

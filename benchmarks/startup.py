@@ -10,8 +10,6 @@ from pathlib import Path
 
 from timing import Row, interleave, ratio_row
 
-__all__ = ["measure"]
-
 
 def _process(*command: str, environ: dict[str, str] | None = None) -> Callable[[], object]:
     def run() -> None:

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-__all__ = ["SHORT", "WAITING", "Row", "interleave", "print_rows", "ratio_row"]
-
 SHORT = 5
 """How many times more rounds a function of a tenth of a second is measured: a median of few of those is noise."""
 

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from timing import Row
 
-__all__ = ["print_measured"]
-
 
 def print_measured(rows: Callable[[int], list[Row]]) -> None:
     """Measure with one thread for each rank, as many rounds as the command line says, and print. Collective."""

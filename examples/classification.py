@@ -21,18 +21,6 @@ from transformers import (
 
 from accel_trainer import set_seed
 
-__all__ = [
-    "METRIC",
-    "add_data_options",
-    "build_model",
-    "check_saved",
-    "describe_data",
-    "describe_result",
-    "largest_class",
-    "load_texts",
-    "tokenize",
-]
-
 METRIC = str(Path(__file__).parent / "metrics" / "accuracy")
 
 

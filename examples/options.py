@@ -6,15 +6,6 @@ import argparse
 
 from accel_trainer import TrainingArguments
 
-__all__ = [
-    "add_model_options",
-    "add_run_options",
-    "add_trainer_options",
-    "build_arguments",
-    "learning_rate",
-    "split_batch",
-]
-
 
 def add_run_options(parser: argparse.ArgumentParser, *, output_dir: str, epochs: int, batch_size: int) -> None:
     """Add what every training run has."""

@@ -9,8 +9,6 @@ from torch import nn
 
 from accel_trainer import Accelerator
 
-__all__ = ["count_parameters", "describe_layout", "print_table"]
-
 
 def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters of a whole model, also of one that DeepSpeed builds in pieces."""

@@ -16,8 +16,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-__all__ = ["PACKAGES", "Source", "load_snippets", "load_sources", "train_tokenizer"]
-
 # Packages that CPython 3.11 to 3.14 all have, of several files each, so that both halves get some.
 PACKAGES = (
     "asyncio",

@@ -14,8 +14,6 @@ from typing import Any
 
 from tests.ranks import preload, run_ranks
 
-__all__ = ["EXAMPLES", "LAYOUTS", "TINY", "ExampleRun", "run_example", "save_tiny_pretrained", "save_tiny_texts"]
-
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 

@@ -24,19 +24,6 @@ from torch import Tensor, nn
 from tests.mesh_loops import start
 from tests.ranks import RankFailure, preload, run_ranks
 
-__all__ = [
-    "EXPERT_FAMILIES",
-    "FAMILIES",
-    "build",
-    "compare",
-    "compare_experts",
-    "declared_configs",
-    "docs_experts",
-    "docs_table",
-    "find_difference",
-    "find_expert_difference",
-]
-
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
 
 TOLERANCE = 2e-6

@@ -26,12 +26,11 @@ from torch.utils.data import DataLoader, default_collate
 from transformers import TrainerCallback
 
 from accel_trainer import Accelerator
-from accel_trainer.runtime import fault_injection, rank_watch
+from accel_trainer.runtime import rank_watch
 from accel_trainer.runtime.process import find_rank
 from accel_trainer.runtime.progress import PROGRESS
+from tests import fault_injection
 from tests.ranks import RankFailure, map_jobs, preload, run_ranks
-
-__all__ = ["Case", "build_tests", "cases", "find_broken_promise", "observe", "observe_all"]
 
 preload("accel_trainer.trainer", "accel_trainer.accelerator", "transformers")
 
@@ -114,7 +113,7 @@ class Fault:
         """Be what the user's code does at the end of an update."""
         self.spoil_weights("callback", model, 2)
         if self.is_injected and self._is_due("callback", 2):
-            fault_injection._Fault(self.case.kind, "callback").trigger(None, None)
+            fault_injection.Fault(self.case.kind, "callback").trigger()
 
     def spoil(self, place: str, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor, NaN where that is the fault, at the second pass of its place."""
@@ -235,7 +234,7 @@ def trainer_job(fault: Fault, folder: Path) -> list[float]:
 def run_as_script(case: Case, folder: Path) -> None:
     """Run a rank as the interpreter runs a script, to the end of its process; what it prints goes to a file."""
     rank_watch._POLL_SECONDS = POLL_SECONDS
-    rank, exit_process, happen = find_rank(), os._exit, fault_injection._Fault._happen
+    rank, exit_process, happen = find_rank(), os._exit, fault_injection.Fault.happen
     output = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -249,7 +248,7 @@ def run_as_script(case: Case, folder: Path) -> None:
         folder.joinpath(f"{rank}.end").write_text(f"{code} {time.monotonic()}")
         exit_process(code)
 
-    os._exit, fault_injection._Fault._happen = exit_noted, happen_noted  # type: ignore[assignment,method-assign]
+    os._exit, fault_injection.Fault.happen = exit_noted, happen_noted  # type: ignore[assignment,method-assign]
     code: Any = 0
     try:
         print("predictions:", (native_job if case.front == "native" else trainer_job)(fault, folder))
@@ -296,8 +295,9 @@ def observe(case: Case, base: Path) -> Observed:
     env["ACCEL_TRAINER_HANG__STARTUP_SECONDS"] = str(LIMIT_SECONDS if case.place == "load" else 60.0)
     if case.kind in fault_injection.KINDS and case.place != "callback":
         point, number = PLACES[case.place]
-        env["ACCEL_TRAINER_TEST_MODE"] = "1"
-        env["ACCEL_TRAINER_FAULT"] = f"{case.kind}@{point}:rank={case.rank}" + (f":step={number}" if number else "")
+        env |= fault_injection.fault_env(
+            f"{case.kind}@{point}:rank={case.rank}" + (f":step={number}" if number else "")
+        )
     # Nobody ends a rank here that is stopped, or holds the lock; a launcher would.
     grace_seconds = 1.0 if case.kind in ("stop", "gil") else 20.0
     try:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["Commit", "Hub", "serve_hub"]
-
 
 @dataclass
 class Commit:

@@ -8,8 +8,6 @@ from pathlib import Path
 from accel_trainer.launch.cli import main
 from tests.ranks import run_ranks
 
-__all__ = ["launch", "read_samples", "run_command"]
-
 
 def run_command(words: list[str], output: str) -> int:
     """Run a command line in this process, with all that it and its children write in a file; return its exit code."""

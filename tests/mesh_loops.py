@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["adamw", "start", "train_open_window", "updates"]
-
 
 def start(**options: Any) -> Any:
     """Return an Accelerator on the CPU with `sizes` of axes."""

@@ -11,8 +11,6 @@ from accel_trainer.data import metrics
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.tree import map_leaves
 
-__all__ = ["Numbers", "Sized", "Stream", "keep_valid"]
-
 
 class Numbers(Dataset):
     def __init__(self, num_samples: int) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from accel_trainer.checkpoint.commit.disk import explain_full_disk
-from accel_trainer.checkpoint.commit.publication import Publication
-from accel_trainer.checkpoint.commit.staging import StagedDirectory
+from accel_trainer.checkpoint.disk import explain_full_disk
+from accel_trainer.checkpoint.publication import Publication, StagedDirectory
 from accel_trainer.runtime.process import ProcessContext
 
 

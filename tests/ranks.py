@@ -30,8 +30,6 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RankFailure", "free_port", "map_jobs", "preload", "run_ranks", "start_fork_server"]
-
 # Seconds that the other ranks get after one has failed: enough for them to report an error of their own.
 GRACE_SECONDS = 3.0
 
@@ -129,7 +127,7 @@ def run_ranks(
                 port = fallback_port if changes.get("TORCHELASTIC_USE_AGENT_STORE", "True") is None else agent_port
                 environ = _rank_environment(index, world_size, port, changes)
                 stack_path = str(Path(folder, f"{index}.txt"))
-                call = _Call(_locate(function), payload, environ, os.getcwd(), stack_path, timeout + 30)
+                call = _Call(locate(function), payload, environ, os.getcwd(), stack_path, timeout + 30)
                 ranks.append(_start(context, index, call))
             return _collect(ranks, time.monotonic() + timeout, timeout, grace_seconds)
         finally:
@@ -266,7 +264,7 @@ def _rank_environment(rank: int, world_size: int, port: int, changes: Environmen
     return environ
 
 
-def _locate(function: Callable[..., Any]) -> tuple[str, str | None, str]:
+def locate(function: Callable[..., Any]) -> tuple[str, str | None, str]:
     """Module name, file and qualified name: enough to find the function again in another process."""
     path = getattr(sys.modules.get(function.__module__), "__file__", None)
     return function.__module__, path and os.path.abspath(path), function.__qualname__
@@ -315,7 +313,11 @@ def _rank_main(pipe: connection.Connection, call: _Call) -> None:
         import torch
 
         torch.set_num_threads(1)
-        function = _find(*call.target)
+        if "TESTS_FAULT" in os.environ:
+            from tests.fault_injection import VARIABLE, install_faults
+
+            install_faults(os.environ[VARIABLE], int(os.environ.get("RANK", 0)))
+        function = find(*call.target)
         args, kwargs = pickle.loads(call.payload)
         # Plain pickle: the one of multiprocessing would pass tensors as shared memory that dies with this rank.
         answer = pickle.dumps((True, pickle.dumps(function(*args, **kwargs))))
@@ -339,7 +341,7 @@ def _isolate(stack_fd: int, lifetime_seconds: float) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def _find(module_name: str, path: str | None, qualname: str) -> Callable[..., Any]:
+def find(module_name: str, path: str | None, qualname: str) -> Callable[..., Any]:
     """Import the module under the name it has in the test process, from its file where it is not on the path."""
     if module_name not in sys.modules and path is not None:
         try:

@@ -5,10 +5,8 @@ SCENARIOS = Scenarios()
 @SCENARIOS.add
 def sharded_once() -> Any: ...                 # runs on every rank; what it returns can be pickled
 
-def run_all() -> dict[str, Outcome]: return SCENARIOS.run()
-
 def test_it():
-    first, second = SCENARIOS.results("sharded_once", run_all, world_size=2)
+    first, second = SCENARIOS.results("sharded_once")
 """
 
 from __future__ import annotations
@@ -21,9 +19,7 @@ from typing import Any
 import pytest
 
 from accel_trainer.errors import ConfigError
-from tests.ranks import Environment, run_ranks
-
-__all__ = ["Outcome", "Scenarios", "refused"]
+from tests.ranks import Environment, find, locate, run_ranks
 
 
 @dataclass
@@ -50,18 +46,21 @@ class Scenarios:
 
     def run(self) -> dict[str, Outcome]:
         """Run every function, on this rank. One that fails does not keep the others from running."""
-        outcomes = {}
-        for name, function in self._functions.items():
-            try:
-                outcomes[name] = Outcome(value=function())
-            except Exception:
-                outcomes[name] = Outcome(failure=traceback.format_exc())
-        return outcomes
+        return {name: _outcome(function) for name, function in self._functions.items()}
 
-    def results(self, name: str, run_all: Callable[[], dict[str, Outcome]], world_size: int) -> list[Any]:
-        """Return a scenario's results by rank; the job runs once for all of them. A failure fails the test."""
+    def results(
+        self, name: str, run_all: Callable[[], dict[str, Outcome]] | None = None, world_size: int = 2
+    ) -> list[Any]:
+        """Return a scenario's results by rank; the job runs once for all of them. A failure fails the test.
+
+        Args:
+            run_all: a function of the test module that calls `run` where more is to be done on each rank.
+        """
         if self._results is None:
-            self._results = run_ranks(run_all, world_size, env=self._env, timeout=self._timeout)
+            located = () if run_all else ([locate(function) for function in self._functions.values()],)
+            self._results = run_ranks(
+                run_all or _run_located, world_size, *located, env=self._env, timeout=self._timeout
+            )
         failures = [
             f"--- rank {rank} ---\n{outcomes[name].failure}"
             for rank, outcomes in enumerate(self._results)
@@ -70,6 +69,17 @@ class Scenarios:
         if failures:
             pytest.fail("\n".join(failures), pytrace=False)
         return [outcomes[name].value for outcomes in self._results]
+
+
+def _outcome(function: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(value=function())
+    except Exception:
+        return Outcome(failure=traceback.format_exc())
+
+
+def _run_located(functions: list[tuple[str, str | None, str]]) -> dict[str, Outcome]:
+    return {location[2]: _outcome(find(*location)) for location in functions}
 
 
 def refused(call: Any) -> str:

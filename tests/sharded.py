@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Block", "Net", "adamw", "batch", "build", "full", "own_rows", "prepare", "train", "train_alone"]
-
 
 class Block(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["HAS_DEEPSPEED", "config_of", "marked", "needs_deepspeed"]
-
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 _ENGINE = re.compile(r"deepspeed|fsdp|ddp|DistributedDataParallel|zero[_-]?[123]", re.IGNORECASE)
-# The engines, what was asked of them, and who starts them.
-_ROOMS = re.compile(r"config/|launch/|.*(deepspeed|fsdp|ddp|comm_hooks)")
+# The engines, what was asked of them, who starts them, and what plans or converts what is asked for.
+_ROOMS = re.compile(r"config/|launch/|contrib/|.*(deepspeed|fsdp|ddp|comm_hooks)")
 
 # Facts about a model or an option under an engine's name, by file and function, each with its reason.
 ALLOWED = {

@@ -13,18 +13,6 @@ from torch.utils.data import Dataset
 
 from tests.ranks import preload, run_ranks
 
-__all__ = [
-    "ACCELERATE_YAML",
-    "TokenDataset",
-    "arguments",
-    "build_model",
-    "build_trainer",
-    "on_ranks",
-    "strategy_arguments",
-    "summary",
-    "weights_of",
-]
-
 preload(
     "accel_trainer.trainer",
     "datasets",

@@ -31,8 +31,6 @@ from torch.utils._pytree import tree_leaves
 
 from accel_trainer.runtime.side_stream import SideStream
 
-__all__ = ["RecordedStreams", "WaitCounter", "counting_waits", "report", "stand_in_device"]
-
 DEVICE = torch.device("meta")
 _READS = ("_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "masked_select", "unique", "_unique2")
 _COPIES = ("_to_copy", "copy_", "copy")
@@ -249,8 +247,8 @@ def stand_in_device() -> Iterator[RecordedStreams]:
         mock.patch.object(torch, "Event", RecordedEvent),
         mock.patch.object(Tensor, "record_stream", record_stream),
         mock.patch("accel_trainer.data.loader._copy_stream", SideStream),
-        mock.patch("accel_trainer.checkpoint.format.safetensors_file._copy_stream", SideStream),
-        mock.patch("accel_trainer.checkpoint.format.safetensors_file.empty_pinned", empty_pinned),
+        mock.patch("accel_trainer.checkpoint.safetensors_file._copy_stream", SideStream),
+        mock.patch("accel_trainer.checkpoint.safetensors_file.empty_pinned", empty_pinned),
         mock.patch("accel_trainer.strategies.single.require_values"),
         mock.patch("accel_trainer.strategies.ddp.require_values"),
     ):

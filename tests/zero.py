@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Net", "accelerator", "adamw", "alone", "batch", "block", "build", "layout", "own_rows", "unit_of", "whole"]
-
 
 class Net(nn.Module):
     def __init__(self) -> None:

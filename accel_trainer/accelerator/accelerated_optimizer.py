@@ -16,10 +16,9 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.tensor_trees import send_to_device
+from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.gradients import choose_samples, sample_sum
-
-__all__ = ["AcceleratedOptimizer", "describe_models", "move_to_device", "updates_in_backward"]
 
 
 def describe_models(prepared: Sequence[PreparedUnit]) -> str:
@@ -114,6 +113,7 @@ class AcceleratedOptimizer(Optimizer):
         """Whether the step of this micro-batch has changed the parameters."""
         return not self._step_was_skipped and self.ends_window
 
+    @section("optimizer step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters at the end of an accumulation window; do nothing before it. See the unit's `step`.
 
@@ -248,9 +248,9 @@ class AcceleratedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 
+    # torch's Optimizer would keep its own three attributes and lose the wrapped optimizer.
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A pickle of 0.1 has none of them.
-        self.__dict__.update({"_has_updated": False, "_guard": None, "_replica_check": None, **state})
+        self.__dict__.update(state)

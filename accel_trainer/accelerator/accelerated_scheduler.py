@@ -13,8 +13,6 @@ from accel_trainer import logging
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.errors import IncompatibleCheckpointError
 
-__all__ = ["AcceleratedScheduler", "DeepSpeedSchedulerWrapper"]
-
 logger = logging.get_logger(__name__)
 
 _STEPS = "steps_per_update"

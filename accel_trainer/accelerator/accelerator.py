@@ -51,8 +51,6 @@ from accel_trainer.runtime.rng import check_rng_types
 from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.unsupported import explain_options
 
-__all__ = ["Accelerator"]
-
 logger = logging.get_logger(__name__)
 
 

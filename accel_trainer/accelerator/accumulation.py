@@ -11,12 +11,10 @@ from torch import Tensor
 
 from accel_trainer import logging
 from accel_trainer.accelerator.token_mean import TokenWindow
-from accel_trainer.checkpoint.format.boxes import Box
+from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import TrainUnit
-
-__all__ = ["AccumulationWindow", "OpenWindows", "PreparedUnit"]
 
 logger = logging.get_logger(__name__)
 

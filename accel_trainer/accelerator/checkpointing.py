@@ -22,15 +22,14 @@ from accel_trainer.accelerator.single_files import save
 from accel_trainer.big_models.offloaded_state import is_offloaded, lazy_state_dict
 from accel_trainer.checkpoint.changed_run import UpdateBatch, UpdateBatchChange, describe_changes
 from accel_trainer.checkpoint.checkpointer import FilesToRead, SaveJob
-from accel_trainer.checkpoint.commit.retention import PREFIX
-from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.format.regular_files import as_corrupt
-from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.disk import as_corrupt
 from accel_trainer.checkpoint.interop.accelerate_state import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
-from accel_trainer.checkpoint.reader import Verify, check_verify
-from accel_trainer.checkpoint.selection import CheckpointKind, Selection
-from accel_trainer.checkpoint.train_state import TrainState, files_to_read, load_train_state, save_train_state
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel_trainer.checkpoint.names import PREFIX
+from accel_trainer.checkpoint.publication import StagedDirectory
+from accel_trainer.checkpoint.reader import CheckpointKind, Selection, Verify, check_verify
+from accel_trainer.checkpoint.run_state import TrainState, files_to_read, load_train_state, save_train_state
+from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.weights.writing import make_tensors, save_weights
 from accel_trainer.config import NonFiniteAction
 from accel_trainer.data.loader import LoaderCheckpoint
@@ -40,9 +39,8 @@ from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import StopPoint, run_until_stop, warn_of_new_beginning
 from accel_trainer.runtime.process import find_attempt, read_environment
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
+from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
-
-__all__ = ["SAVED_STATES", "AcceleratorCheckpointing", "RegisteredState"]
 
 logger = logging.get_logger(__name__)
 
@@ -196,6 +194,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
+    @section("save")
     def save_state(
         self, output_dir: str | Path | None = None, safe_serialization: bool = True, *, async_: bool = False
     ) -> Path | None:
@@ -432,6 +431,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
     # --- resuming --------------------------------------------------------------------------------------------------
 
+    @section("load")
     def load_state(
         self,
         input_dir: str | Path | None = None,
@@ -526,6 +526,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         if guard is not None and guard.rolls_back:
             guard.roll_back = lambda found: method(found) if (method := own()) else None
 
+    @section("load")
     def _roll_back(self, found: str) -> None:
         """Load the newest checkpoint of this run; loaders and random streams stay where they are. Collective.
 
@@ -610,6 +611,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             )  # fmt: skip
         return found
 
+    @section("save")
     def save_model(
         self,
         model: nn.Module,

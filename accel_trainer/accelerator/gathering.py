@@ -16,25 +16,10 @@ from accel_trainer.data.metrics import trim_gathered
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.collectives import ReduceOp
-from accel_trainer.runtime.fault_injection import fault_point
+from accel_trainer.runtime.fault_point import fault_point
 from accel_trainer.runtime.process import current_process
 from accel_trainer.runtime.rng import check_rng_types, synchronize_rng
 from accel_trainer.runtime.uneven_gather import gather_unknown_rows
-
-__all__ = [
-    "AcceleratorGathering",
-    "GatheredParameters",
-    "broadcast",
-    "broadcast_object_list",
-    "copy_tensor_to_devices",
-    "gather",
-    "gather_object",
-    "pad_across_processes",
-    "reduce",
-    "synchronize_rng_state",
-    "synchronize_rng_states",
-    "wait_for_everyone",
-]
 
 
 class AcceleratorGathering(AcceleratorSettings):

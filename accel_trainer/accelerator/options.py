@@ -35,17 +35,6 @@ from accel_trainer.strategies.api import Capabilities, Strategy, WrapPolicyFunct
 from accel_trainer.strategies.comm_hooks import CommHook
 from accel_trainer.tracking import mask_secrets
 
-__all__ = [
-    "AcceleratorOptions",
-    "SetOption",
-    "build_strategy",
-    "keep_global_batch",
-    "resolve_options",
-    "set_options",
-    "show_option",
-]
-
-
 _HANDLERS = (
     AORecipeKwargs,
     AutocastKwargs,

@@ -24,19 +24,6 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext, current_process
 from accel_trainer.runtime.rng import check_rng_types, synchronize_rng
 
-__all__ = [
-    "BatchSamplerShard",
-    "DataLoaderAdapter",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "DataLoaderStateMixin",
-    "IterableDatasetShard",
-    "SkipBatchSampler",
-    "SkipDataLoader",
-    "get_sampler",
-    "prepare_data_loader",
-]
-
 BatchSamplerShard = ShardedBatchSampler
 DataLoaderStateMixin = DataLoaderAdapter = PreparedDataLoader
 

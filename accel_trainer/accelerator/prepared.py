@@ -18,9 +18,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 from accel_trainer.strategies.api import Capabilities
-from accel_trainer.strategies.ownership import check_disjoint, parameters_of
-
-__all__ = ["Pairing", "Prepared"]
+from accel_trainer.strategies.optimizers import check_disjoint, parameters_of
 
 
 @dataclass(slots=True)

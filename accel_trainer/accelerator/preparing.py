@@ -24,16 +24,12 @@ from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.runtime import collectives
-from accel_trainer.runtime.fault_injection import hook_faults
 from accel_trainer.runtime.model_wrappers import flattens_parameters
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rng import seed_own_streams
 from accel_trainer.strategies.api import TrainJob
-from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
-from accel_trainer.strategies.ownership import parameters_of
+from accel_trainer.strategies.optimizers import OptimizerPlaceholder, parameters_of
 from accel_trainer.strategies.quantized import keep_gradients
-
-__all__ = ["AcceleratorPreparing"]
 
 logger = logging.get_logger(__name__)
 
@@ -349,7 +345,6 @@ class AcceleratorPreparing(AcceleratorSettings):
         # A sharded unit serves training as well as evaluation; replicas without gradient exchange do not.
         evaluation_only = job.evaluation_only and not self.strategy.capabilities.shards_parameters
         self._prepared.units.append(PreparedUnit(unit, window, evaluation_only))
-        hook_faults(unit)
         unit.model._is_accelerate_prepared = True  # type: ignore[assignment]  # scripts ask for it
         # From here on: all ranks build a model from one seed, and drop out different activations afterwards.
         seed_own_streams(self.readers)

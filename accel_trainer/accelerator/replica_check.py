@@ -18,8 +18,6 @@ from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_watch import current_watch
 from accel_trainer.runtime.shared_errors import gather_or_raise
 
-__all__ = ["UPDATES_PER_CHECK", "ReplicaCheck"]
-
 UPDATES_PER_CHECK = 64
 
 

@@ -40,8 +40,6 @@ from accel_trainer.runtime.rng import check_rng_types, seed_own_streams, synchro
 from accel_trainer.strategies.api import Strategy
 from accel_trainer.strategies.loss_scale import LossScale
 
-__all__ = ["AcceleratorSettings"]
-
 
 @dataclass(eq=False, slots=True)
 class PassStart:

@@ -21,29 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
-from accel_trainer.checkpoint.format.pickles import PLAIN_ARRAYS
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME
 from accel_trainer.checkpoint.interop.export import export_weights, find_weights
-from accel_trainer.checkpoint.train_state import read_on_main
+from accel_trainer.checkpoint.run_state import read_on_main
+from accel_trainer.checkpoint.torch_files import PLAIN_ARRAYS, load_torch_file
 from accel_trainer.checkpoint.weights.adapters import is_peft_model
-from accel_trainer.checkpoint.weights.reading import load_torch_file
 from accel_trainer.checkpoint.weights.writing import distinct
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.process import ProcessContext, current_process
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO, TrainUnit
-
-__all__ = [
-    "clean_state_dict_for_safetensors",
-    "load",
-    "load_fsdp_model",
-    "load_fsdp_optimizer",
-    "merge_fsdp_weights",
-    "save",
-    "save_fsdp_model",
-    "save_fsdp_optimizer",
-]
 
 logger = get_logger(__name__)
 

@@ -22,10 +22,9 @@ from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.kwargs import AutocastKwargs
 from accel_trainer.runtime.rank_watch import raise_if_theirs
+from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.gradients import has_any, leaves_of
-
-__all__ = ["AcceleratorStepping"]
 
 logger = logging.get_logger(__name__)
 
@@ -206,6 +205,7 @@ class AcceleratorStepping(AcceleratorSettings):
         prepared.unit.set_gradient_sync(enabled)
         self.gradient_state.sync_gradients = enabled
 
+    @section("backward")
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate the gradients of `loss`; in `accumulate()` those of a window are the mean over its micro-batches.
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 
-__all__ = ["TokenWindow"]
-
 
 class TokenWindow:
     """The tokens that the losses of one accumulation window were summed over.

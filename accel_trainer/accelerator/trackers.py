@@ -20,8 +20,6 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, redact, secrets_of
 
-__all__ = ["AcceleratorTracking", "TrackerChoice", "Trackers"]
-
 logger = logging.get_logger(__name__)
 
 TrackerChoice = str | GeneralTracker | type[GeneralTracker]

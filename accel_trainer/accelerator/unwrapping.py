@@ -8,8 +8,6 @@ from accel_trainer.precision import remove_autocast
 from accel_trainer.runtime.model_wrappers import is_compiled_module, unwrap_module
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 
-__all__ = ["extract_model_from_parallel", "restore_forward"]
-
 
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False

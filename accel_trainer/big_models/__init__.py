@@ -9,12 +9,14 @@ from accel_trainer.big_models.alignment import (
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
 )
-from accel_trainer.big_models.cpu_offload_hook import CpuOffload, UserCpuOffloadHook
-from accel_trainer.big_models.layerwise_casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
 from accel_trainer.big_models.module_hooks import (
+    CpuOffload,
+    LayerwiseCastingHook,
     ModelHook,
     SequentialHook,
+    UserCpuOffloadHook,
     add_hook_to_module,
+    attach_layerwise_casting_hooks,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,21 +28,11 @@ from accel_trainer.checkpoint.weights.offloaded import OffloadedWeightsLoader, P
 from accel_trainer.runtime.process import with_index
 from accel_trainer.runtime.tensor_trees import find_device, send_to_device
 
-__all__ = [
-    "AlignDevicesHook",
-    "ReadAhead",
-    "align_module_device",
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-    "has_offloaded_params",
-    "offload_hooks",
-]
-
 Keys = str | Iterable[str] | None
 
 _PLAIN = frozenset((bool, int, float, str))
 
+# More than the next module: behind a small one, such as a norm, the next matrix would come too late.
 _WINDOW_BYTES = 64 * 2**20
 """How much of the mapped files the system is asked for in advance: page cache, no memory of this process."""
 
@@ -229,13 +218,10 @@ class AlignDevicesHook(ModelHook):
             shared, device = self._borrowed.pop()
             shared.pop(device, None)
 
-    def names(self) -> list[str]:
-        """Return the names of the offloaded tensors, from the module on."""
-        return [slot.name for slot in self._slots]
-
-    def dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes in which the module has the offloaded tensors."""
-        return [slot.placeholder.dtype for slot in self._slots]
+    def outlines(self) -> Iterator[tuple[str, torch.dtype, Tensor]]:
+        """Yield the name of each offloaded tensor from the module on, the module's dtype for it, and it as stored."""
+        for slot, stored in zip(self._slots, self.stored(), strict=True):
+            yield slot.name, slot.placeholder.dtype, stored
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring in the weights, and move the inputs."""
@@ -345,10 +331,7 @@ def attach_execution_device_hook(
 ) -> None:
     """Let each module inside of a module that has tensors and no hook bring its inputs to a device.
 
-    Args:
-        skip_keys: as of `AlignDevicesHook`, and `tied_params_map`.
-        preload_module_classes: names of classes; modules inside of theirs get no hook.
-        excluded: names of modules inside that get none, either, nor what is in them.
+    Modules inside of those of `preload_module_classes`, and the `excluded` ones with all in them, get no hook.
     """
     for _, inner, _ in list(_walk(module, "", preload_module_classes, excluded)):
         if not hooks_of(inner) and next(named_module_tensors(inner, recurse=True), None) is not None:
@@ -481,57 +464,38 @@ def attach_align_device_hook_on_blocks(
 # --- reading ahead ----------------------------------------------------------------------------------------------------
 
 
-class _OffloadedModule(Protocol):
-    """A module whose weights are read for each forward."""
-
-    execution_device: Device | None
-
-    def read(self, device: Device | None) -> list[Tensor]:
-        """Return its weights on a device."""
-
-    def pages(self) -> list[Tensor] | None:
-        """Return those of its weights that are mapped, where `read` copies nothing; None where it does."""
-
-
 class ReadAhead:
-    """Knows in which order the modules of a model are called, and reads one call ahead.
+    """Knows in which order the modules of a model are called, by their hooks, and reads one call ahead.
 
     Weights that are copied, to an accelerator or into another dtype, are copied by a thread, one module ahead. Of
     mapped ones that the host computes with as they are, the system is asked for the pages, up to 64 MiB ahead.
     """
 
     def __init__(self) -> None:
-        self._order: list[_OffloadedModule] = []
-        self._next: dict[_OffloadedModule, _OffloadedModule] = {}
-        self._first: _OffloadedModule | None = None
-        self._last: _OffloadedModule | None = None
+        self._order: list[AlignDevicesHook] = []
+        self._next: dict[AlignDevicesHook, AlignDevicesHook] = {}
+        self._first: AlignDevicesHook | None = None
+        self._last: AlignDevicesHook | None = None
         self._reading: _Reading | None = None
-        self._asked: deque[tuple[_OffloadedModule, int]] = deque()
+        self._asked: deque[tuple[AlignDevicesHook, int]] = deque()
         self._bytes_asked = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReadAhead:
-        made = memo[id(self)] = ReadAhead()
-        made._order = copy.deepcopy(self._order, memo)
-        made._guess()
-        return made
-
+    # Of a copy, and out of a pickle: the order as it was given, without what is being read.
     def __getstate__(self) -> dict[str, Any]:
         return {"_order": self._order}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-        self._order = state["_order"]
+        for module in state["_order"]:
+            self.add(module)
 
-    def add(self, module: _OffloadedModule) -> None:
+    def add(self, module: AlignDevicesHook) -> None:
         """Take a module for the one that is called after those that were added before."""
         if self._order:
             self._next[self._order[-1]] = module
         self._order.append(module)
 
-    def _guess(self) -> None:
-        self._next = dict(zip(self._order, self._order[1:], strict=False))
-
-    def take(self, module: _OffloadedModule) -> list[Tensor]:
+    def take(self, module: AlignDevicesHook) -> list[Tensor]:
         """Return a module's weights on its device, and begin to read those of the one that came next the last time."""
         if self._last is not None and self._last is not module:
             self._next[self._last] = module
@@ -549,12 +513,12 @@ class ReadAhead:
             self._ask(module)
         return values
 
-    def _follower(self, module: _OffloadedModule) -> _OffloadedModule | None:
+    def _follower(self, module: AlignDevicesHook) -> AlignDevicesHook | None:
         """Return the module that comes next; None at the end, for the next pass may never begin."""
         follower = self._next.get(module)
         return None if follower is self._first else follower
 
-    def _ask(self, module: _OffloadedModule) -> None:
+    def _ask(self, module: AlignDevicesHook) -> None:
         """Ask the system for the pages of the modules that follow."""
         if self._asked and self._asked[0][0] is module:
             self._bytes_asked -= self._asked.popleft()[1]
@@ -575,7 +539,7 @@ class ReadAhead:
 class _Reading:
     """Weights that a thread is reading."""
 
-    def __init__(self, module: _OffloadedModule) -> None:
+    def __init__(self, module: AlignDevicesHook) -> None:
         self.module = module
         self._device = module.execution_device
         self._values: list[Tensor] | None = None

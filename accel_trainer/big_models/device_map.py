@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel_trainer import logging
+from accel_trainer.big_models.module_tensors import check_tied_parameters_in_config, find_tied_parameters
 from accel_trainer.big_models.sizes import (
     DType,
     Entry,
@@ -22,19 +23,8 @@ from accel_trainer.big_models.sizes import (
     is_unit,
     top_entries,
 )
-from accel_trainer.big_models.tied_weights import check_tied_parameters_in_config, find_tied_parameters
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.memory import available_host_bytes
-
-__all__ = [
-    "check_device_map",
-    "clean_device_map",
-    "fallback_allocate",
-    "get_balanced_memory",
-    "get_max_memory",
-    "get_module_size_with_ties",
-    "infer_auto_device_map",
-]
 
 logger = logging.get_logger(__name__)
 

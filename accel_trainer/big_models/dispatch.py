@@ -16,11 +16,11 @@ from accel_trainer.big_models.alignment import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
 )
-from accel_trainer.big_models.cpu_offload_hook import CpuOffload, UserCpuOffloadHook
 from accel_trainer.big_models.device_map import check_device_map, get_balanced_memory, infer_auto_device_map
-from accel_trainer.big_models.module_hooks import add_hook_to_module, watch_moves
-from accel_trainer.big_models.module_tensors import Device, TiedTensors
-from accel_trainer.big_models.tied_weights import (
+from accel_trainer.big_models.module_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, watch_moves
+from accel_trainer.big_models.module_tensors import (
+    Device,
+    TiedTensors,
     check_tied_parameters_on_same_device,
     find_tied_parameters,
     retie_parameters,
@@ -33,14 +33,6 @@ from accel_trainer.checkpoint.weights.offloaded import (
     read_offload_index,
 )
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError, OffloadedModelError
-
-__all__ = [
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "disk_offload",
-    "dispatch_model",
-    "load_checkpoint_and_dispatch",
-]
 
 logger = logging.get_logger(__name__)
 
@@ -237,6 +229,12 @@ def dispatch_model(
     return model
 
 
+def _copies_of(model: nn.Module, tied: Iterable[Sequence[str]]) -> TiedTensors:
+    """Return the map of the copies of tied parameters, in which there are none yet."""
+    parameters = [model.get_parameter(names[0]) for names in tied]
+    return {parameter.data_ptr(): {} for parameter in parameters if not parameter.is_meta}
+
+
 def _weights_of(
     model: nn.Module,
     device_map: Mapping[str, Device],
@@ -267,12 +265,6 @@ def _state_on(
     state = {name: each for name, each in model.state_dict(keep_vars=True).items() if name not in left_out}
     place_by_name = {name: place_of(name, device_map) for name in state}
     return [{name: each for name, each in state.items() if place_by_name[name] == place} for place in places]
-
-
-def _copies_of(model: nn.Module, tied: Iterable[Sequence[str]]) -> TiedTensors:
-    """Return the map of the copies of tied parameters, in which there are none yet."""
-    parameters = [model.get_parameter(names[0]) for names in tied]
-    return {parameter.data_ptr(): {} for parameter in parameters if not parameter.is_meta}
 
 
 def _index_of(

@@ -1,22 +1,19 @@
-"""Hooks around the forward of a module, which may change the module when they are added and taken off."""
+"""Hooks around the forward of a module, which may change it when they are added and taken off; and ready-made ones."""
 
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-__all__ = [
-    "ModelHook",
-    "SequentialHook",
-    "add_hook_to_module",
-    "hooks_of",
-    "remove_hook_from_module",
-    "remove_hook_from_submodules",
-    "watch_moves",
-]
+from accel_trainer.big_models.module_tensors import Device
+from accel_trainer.runtime.memory import clear_device_cache
+from accel_trainer.runtime.process import with_index
+from accel_trainer.runtime.tensor_trees import send_to_device
 
 # Under these names other libraries look for hooks of a module.
 _HOOK, _FORWARD = "_hf_hook", "_old_forward"
@@ -177,3 +174,117 @@ def watch_moves(module: nn.Module, check: Any) -> None:
     for name in ("to", "cuda", "xpu", "npu", "mlu", "sdaa", "musa", "neuron"):
         if hasattr(type(module), name):
             setattr(module, name, _WatchedMove(_move, module, name, check))
+
+
+class CpuOffload(ModelHook):
+    """Keeps a model on the host until its forward; it stays on the device then, until `init_hook` is called again."""
+
+    def __init__(
+        self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        """Describe the hook.
+
+        Args:
+            execution_device: where the model computes; None is the accelerator, or the host where there is none.
+            prev_module_hook: of the model that leaves the device before this one comes.
+        """
+        if execution_device is None:
+            execution_device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        self.execution_device = with_index(execution_device)
+        self.prev_module_hook = prev_module_hook
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the model to the host."""
+        return module.to("cpu")
+
+    @torch.compiler.disable
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move the previous model out, and this one and its inputs in."""
+        previous = self.prev_module_hook
+        if previous is not None and _device_of(previous.model) != torch.device("cpu"):
+            previous.offload()
+            clear_device_cache()
+        if _device_of(module) == self.execution_device:
+            return args, kwargs
+        module.to(self.execution_device)
+        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    parameter = next(module.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+class UserCpuOffloadHook:
+    """A model with its `CpuOffload` hook."""
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model, self.hook = model, hook
+
+    def offload(self) -> None:
+        """Move the model to the host."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Take the hook off the model, which stays where it is."""
+        remove_hook_from_module(self.model)
+
+
+LAYERS_TO_CAST = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Casts a module's weights to one dtype for its forward, and to another one, which loses precision, afterwards."""
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Cast to the storage dtype."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    @torch.compiler.disable
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast to the compute dtype."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    @torch.compiler.disable
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Cast back."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Iterable[str] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Keep linear layers and convolutions in `storage_dtype`, such as `torch.float8_e4m3fn`, and compute in another.
+
+    Args:
+        skip_modules_pattern: regular expressions; modules whose names have a match stay as they are, and all inside.
+        skip_modules_classes: likewise by class.
+    """
+    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
+    waiting = [("", module)]
+    while waiting:
+        name, found = waiting.pop()
+        if isinstance(found, skip_modules_classes or ()) or any(re.search(pattern, name) for pattern in patterns):
+            continue
+        if isinstance(found, LAYERS_TO_CAST):
+            add_hook_to_module(found, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+        else:
+            waiting.extend((f"{name}.{child}" if name else child, inner) for child, inner in found.named_children())

@@ -1,30 +1,19 @@
-"""Parameters and buffers of a module by name: listed, moved to a device, and exchanged."""
+"""Parameters and buffers of a module by name: listed, moved to a device, exchanged, and tied."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_trainer.checkpoint.weights.into_model import as_dtype
+from accel_trainer import logging
+from accel_trainer.checkpoint.weights.into_model import as_dtype, place_of
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.memory import clear_device_cache
 from accel_trainer.runtime.process import with_index
 from accel_trainer.runtime.torch_private import non_persistent_buffers, parameter_like, tensor_registry
-
-__all__ = [
-    "Device",
-    "TiedTensors",
-    "check_device_same",
-    "find_registry",
-    "get_non_persistent_buffers",
-    "id_tensor_storage",
-    "named_module_tensors",
-    "set_module_tensor_to_device",
-    "with_data",
-]
 
 Device = int | str | torch.device
 TiedTensors = dict[int, dict[Any, Tensor]]
@@ -178,3 +167,53 @@ def _wanted_dtype(source: Tensor, old: Tensor | None, dtype: str | torch.dtype |
     if dtype is None:
         return source.dtype if old is None else old.dtype
     return as_dtype(dtype) if source.is_floating_point() or source.is_complex() else source.dtype
+
+
+logger = logging.get_logger(__name__)
+
+
+def find_tied_parameters(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several, sorted."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
+    """Let the names of each group have one parameter again: the first that has memory. Groups without one stay."""
+    for group in tied_params:
+        found = (model.get_parameter(name) for name in group)
+        shared = next((parameter for parameter in found if not parameter.is_meta), None)
+        if shared is not None:
+            for name in group:
+                owner, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(owner), leaf, shared)
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Return whether the configuration of a transformers model says that weights are tied; False for others."""
+    if not any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__):
+        return False
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    if getattr(text, "tie_word_embeddings", False) and model.get_output_embeddings() is not None:  # type: ignore[operator]
+        return True
+    is_pair = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
+    return bool(is_pair) or any(hasattr(module, "_tie_weights") for module in model.modules())
+
+
+def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
+    """Warn of tied parameters whose names a device map sends to different devices.
+
+    Raises:
+        ConfigError: the map says nothing about one of them.
+    """
+    for group in tied_params:
+        devices = {name: place_of(name, device_map) for name in group}
+        if len({str(device) for device in devices.values()}) > 1:
+            logger.warning(
+                "tied parameters are sent to different devices: %s; each device gets a copy, and they are no longer "
+                "tied. Give them one device, or use device_map='auto'",
+                devices,
+            )

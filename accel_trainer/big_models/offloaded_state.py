@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,12 @@ from torch import Tensor, nn
 
 from accel_trainer.big_models.alignment import align_module_device, has_offloaded_params, offload_hooks
 from accel_trainer.big_models.module_tensors import Device, set_module_tensor_to_device
-from accel_trainer.checkpoint.format.safetensors_file import LazyRead, LazyTensor, SafetensorsFile
-from accel_trainer.checkpoint.weights.into_model import describe_names
+from accel_trainer.checkpoint.safetensors_file import LazyRead, LazyTensor, SafetensorsFile
+from accel_trainer.checkpoint.torch_files import load_torch_file
+from accel_trainer.checkpoint.weights.into_model import describe_names, place_of
 from accel_trainer.checkpoint.weights.offloaded import load_offloaded_weight
-from accel_trainer.checkpoint.weights.reading import load_torch_file
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import with_index
-
-__all__ = [
-    "get_state_dict_from_offload",
-    "get_state_dict_offloaded_model",
-    "is_offloaded",
-    "lazy_state_dict",
-    "load_offloaded_weights",
-    "load_state_dict",
-]
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -35,20 +27,16 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def lazy_state_dict(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
-    """Return the state dict of a model with its offloaded weights, which are read when they are called for.
-
-    Raises:
-        ConfigError: tensors have no values anywhere.
-    """
+    """Return the state dict of a model with its offloaded weights, which are read when they are called for."""
     offloaded: dict[str, Tensor | LazyTensor] = {}
     converted: dict[tuple[int, torch.dtype], LazyTensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for hook in offload_hooks(module):
-            for name, dtype, stored in zip(hook.names(), hook.dtypes(), hook.stored(), strict=True):
+            for name, dtype, stored in hook.outlines():
                 found: Tensor | LazyTensor = stored
                 if stored.dtype != dtype:
-                    key = (stored.data_ptr(), dtype)  # of tied weights the names share one
-                    found = converted.setdefault(key, _convert_later(stored, dtype))
+                    later = LazyRead(dtype, tuple(stored.shape), partial(stored.to, dtype))
+                    found = converted.setdefault((stored.data_ptr(), dtype), later)  # names of tied weights share one
                 offloaded[f"{path}.{name}" if path else name] = found
     state = {name: offloaded.get(name, tensor) for name, tensor in model.state_dict().items()}
     empty = [name for name, tensor in state.items() if isinstance(tensor, Tensor) and tensor.is_meta]
@@ -58,10 +46,6 @@ def lazy_state_dict(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
             "offloaded; load them with load_checkpoint_and_dispatch()"
         )
     return state
-
-
-def _convert_later(stored: Tensor, dtype: torch.dtype) -> LazyRead:
-    return LazyRead(dtype, tuple(stored.shape), lambda: stored.to(dtype))
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
@@ -95,11 +79,7 @@ def get_state_dict_from_offload(
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Put the weights of an index, which have a file each in a folder, into a model on the host.
-
-    Raises:
-        CheckpointNotFoundError: a file is missing.
-    """
+    """Put the weights of an index, which have a file each in a folder, into a model on the host."""
     for name, entry in (index or {}).items():
         weight = load_offloaded_weight(Path(offload_folder, f"{name}.dat"), entry)
         set_module_tensor_to_device(model, name, "cpu", value=weight)
@@ -121,11 +101,9 @@ def load_state_dict(
     if path.suffix != ".safetensors":
         found: dict[str, Any] = load_torch_file(path)
         return found
-    file = SafetensorsFile(path)
-    return {name: file[name].to(_place(name, device_map or {})) for name in file}
-
-
-def _place(name: str, device_map: Mapping[str, Device]) -> torch.device:
-    fitting = [key for key in device_map if key == "" or name == key or name.startswith(f"{key}.")]
-    place = device_map[max(fitting, key=len)] if fitting else "cpu"
-    return torch.device("cpu") if place == "disk" else with_index(place)
+    file, places = SafetensorsFile(path), {"": "cpu", **(device_map or {})}
+    found = {}
+    for name in file:
+        place = place_of(name, places)
+        found[name] = file[name].to("cpu" if place == "disk" else with_index(place))
+    return found

@@ -16,23 +16,6 @@ from accel_trainer.big_models.module_tensors import named_module_tensors
 from accel_trainer.checkpoint.weights.into_model import as_dtype
 from accel_trainer.errors import ConfigError
 
-__all__ = [
-    "CustomDtype",
-    "DType",
-    "Entry",
-    "calculate_maximum_sizes",
-    "class_names",
-    "compute_module_sizes",
-    "compute_module_total_buffer_size",
-    "convert_bytes",
-    "convert_file_size_to_int",
-    "dtype_byte_size",
-    "get_max_layer_size",
-    "get_module_leaves",
-    "is_unit",
-    "top_entries",
-]
-
 
 class CustomDtype(Enum):
     """Dtypes that torch does not have, by which sizes of models are counted."""

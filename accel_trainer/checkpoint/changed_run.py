@@ -8,18 +8,20 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from accel_trainer.checkpoint.format.manifest import Manifest, used_versions
+from accel_trainer.checkpoint.manifest import Manifest, used_versions
 from accel_trainer.config import ChangedRunAction
 from accel_trainer.errors import IncompatibleCheckpointError
 
-__all__ = ["UpdateBatch", "UpdateBatchChange", "describe_changes"]
-
+# Beginnings of the names of options that change nothing of what is learnt.
 _IS_OF_PLACE = re.compile(
     r"(output_dir|run_name|project|trackio|report_|logging_|log_|disable_tqdm|save_|load_best|metric_for|greater_is|eval_|"
     r"push_to_hub|hub_|resume_from|on_save_error|on_changed_run|max_pause_s|preempt|hang\.|verify|launch\.|"
     r"timeout_seconds|local_rank|dataloader_|include_|debug|do_|use_cpu|enable_jit|accelerator_config)"
 )
-"""Beginnings of the names of options that change nothing of what is learnt."""
+
+
+RECORD_KEY = "run"
+"""Of a manifest's metadata: the record of the run until then, with its options in words."""
 
 
 class UpdateBatch(NamedTuple):
@@ -91,9 +93,6 @@ class UpdateBatchChange(NamedTuple):
 
         Args:
             auto_refuses: whether the default refuses this change.
-
-        Raises:
-            IncompatibleCheckpointError: it is refused.
         """
         if action is ChangedRunAction.REFUSE or action is ChangedRunAction.AUTO and auto_refuses:
             raise IncompatibleCheckpointError(

@@ -11,23 +11,27 @@ from functools import partial
 from pathlib import Path
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.commit.background import BackgroundSaver
-from accel_trainer.checkpoint.commit.disk import explain_full_disk
-from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
-from accel_trainer.checkpoint.commit.publication import Publication
-from accel_trainer.checkpoint.commit.rename import recover_target, sweep
-from accel_trainer.checkpoint.commit.retention import next_number, numbered_checkpoints, retire
-from accel_trainer.checkpoint.commit.retry import SavePolicy, save_persistently
-from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.manifest import Manifest
-from accel_trainer.checkpoint.reader import StoredCheckpoint, Verify, open_checkpoint
-from accel_trainer.checkpoint.selection import CheckpointKind, Selection, choose_newest, has_manifest, pass_over
+from accel_trainer.checkpoint.background import BackgroundSaver, SavePolicy, save_persistently
+from accel_trainer.checkpoint.disk import explain_full_disk
+from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
+from accel_trainer.checkpoint.manifest import Manifest
+from accel_trainer.checkpoint.names import next_number, numbered_checkpoints, recover_target, retire, sweep
+from accel_trainer.checkpoint.publication import Publication, StagedDirectory
+from accel_trainer.checkpoint.reader import (
+    CheckpointKind,
+    Selection,
+    StoredCheckpoint,
+    Verify,
+    choose_newest,
+    has_manifest,
+    open_checkpoint,
+    pass_over,
+)
 from accel_trainer.errors import AccelTrainerError, CorruptCheckpointError, ProcessGroupError
-from accel_trainer.runtime.fault_injection import fault_point
+from accel_trainer.runtime.fault_point import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
-
-__all__ = ["CheckpointMetrics", "Checkpointer", "FilesToRead", "SaveJob"]
+from accel_trainer.runtime.whereabouts import section
 
 logger = logging.get_logger(__name__)
 
@@ -138,6 +142,7 @@ class Checkpointer:
         begin = time.perf_counter()
         if self.background is not None and not self.background.wait_for_turn(job.policy):
             return None
+        # After the wait: two saves would share the staging memory, and the directory may lack the room for both.
         outcome = save_persistently(partial(self._publish, job), self.process, job.policy, job.section)
         if outcome is None:
             return None
@@ -174,6 +179,7 @@ class Checkpointer:
         with publication as staged, explain_full_disk(staged.path):
             job.write(staged)
         if background is not None:
+            # Before the thread begins: what fails in the copying is raised by this save, not by a later one.
             publication.vote()
         else:
             publication.commit()
@@ -209,6 +215,7 @@ class Checkpointer:
         self.metrics.record("ckpt/bytes", float(publication.num_bytes))
         if job.name is None and job.keep is not None and publication.commits:
             # Not the new one by itself: where another save of this process has overtaken it, the higher number stays.
+            # Only here, after the second vote: until then the older one may be the last good one.
             retire(job.directory, job.keep, job.protected(), step=publication.step, prefix=self.kind.prefix)
         logger.info("saved %s: %.1f MiB in %.2f s", path, publication.num_bytes / 2**20, seconds)
 
@@ -224,6 +231,7 @@ class Checkpointer:
         # The other ranks look for it only once it is back.
         with raise_together(self.process, f"load of {path}"):
             if self.process.is_local_main:
+                # One process per node: two would both find it missing, and the second rename fail.
                 recover_target(path)
         return self._open(path, verify)
 
@@ -248,16 +256,19 @@ class Checkpointer:
             error = raised
         return bool(gather_or_raise(self.process, f"selection of a checkpoint in {directory}", error, found)[0])
 
+    @section("load")
     def select_named(self, path: Path, verify: Verify, files: FilesToRead) -> Selection:
         """Open and verify the checkpoint that the user has named, whatever is beside it. Collective."""
         self.metrics.begin_resume()
         with self.metrics.resuming("select"):
             selection = Selection(path, self.open_named(path, verify), is_named=True)
+        # Before the caller changes anything: an object that is half loaded cannot go back.
         flaw = self._verify(selection, files)
         if flaw is not None:
             raise CorruptCheckpointError(flaw)
         return selection
 
+    @section("load")
     def select_newest(
         self,
         directory: Path,

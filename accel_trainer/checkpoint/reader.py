@@ -1,33 +1,35 @@
-"""A stored checkpoint, read: its manifest first, then files whose contents were compared with it."""
+"""A stored checkpoint, read: chosen among those of a directory, its manifest first, then files compared with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from accel_trainer.checkpoint.format.boxes import balance_bytes
-from accel_trainer.checkpoint.format.manifest import Manifest
-from accel_trainer.checkpoint.format.regular_files import read_json
-from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
-from accel_trainer.checkpoint.format.verification import check_files, refuse_extra_files, warn_of_writers
-from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from accel_trainer.checkpoint.boxes import balance_bytes
+from accel_trainer.checkpoint.disk import read_json
+from accel_trainer.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MARKER_NAME,
+    Manifest,
+    check_files,
+    refuse_extra_files,
+    warn_of_writers,
+)
+from accel_trainer.checkpoint.names import PREFIX, numbered_checkpoints, quarantine
+from accel_trainer.checkpoint.safetensors_file import SafetensorsFile
+from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
-
-__all__ = ["StoredCheckpoint", "Verify", "check_verify", "open_checkpoint"]
 
 Verify = Literal["full", "size", "off"]
 """The comparison of a file with the manifest before it is used: of contents, of the length, or none."""
 
 
 def check_verify(verify: str) -> Verify:
-    """Return `verify`.
-
-    Raises:
-        ConfigError: it is not "full", "size" or "off".
-    """
+    """Return `verify`."""
     if verify not in get_args(Verify):
         raise ConfigError(f"verify={verify!r}; expected 'full' (contents), 'size' (lengths) or 'off'")
     return verify  # type: ignore[return-value]
@@ -53,7 +55,7 @@ class StoredCheckpoint:
             refuse_extra_files(path, self.manifest)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.manifest.files if self.manifest.has_checksums else (self.path / str(name)).is_file()
+        return name in self.manifest.files
 
     def file(self, name: str) -> Path:
         """Return the path of a file once its contents were verified.
@@ -95,7 +97,9 @@ class StoredCheckpoint:
         wanted = [name for name in (self.manifest.files if names is None else names) if name in self.manifest.files]
         if self.verify == "off":  # whoever re-sharded the weights has replaced some: their readers look for themselves
             wanted = [name for name in wanted if (self.path / name).exists()]
+        # A rank knows only what it will read itself; with the others' lists, each file is hashed once per node.
         asked = gather_or_raise(self.process, section, None, wanted)
+        # A flaw is voted on, an error of the system is raised: a disk that does not answer is no reason to quarantine.
         flaw, error = None, None
         try:
             self.check(self._share(asked))
@@ -104,6 +108,7 @@ class StoredCheckpoint:
         except Exception as raised:
             error = raised
         flaws = gather_or_raise(self.process, section, error, flaw)
+        # Also those that another rank of the node has compared: it reads the same disk.
         self._verified.update(wanted)
         return next((flaw for flaw in flaws if flaw is not None), None)
 
@@ -139,3 +144,103 @@ def open_checkpoint(path: str | Path, process: ProcessContext, verify: str = "fu
         stored = StoredCheckpoint(Path(path), process, checked)
         warn_of_writers(stored.path)
     return stored
+
+
+_VERIFIED = {"full": "contents verified", "size": "lengths verified", "off": "not verified"}
+
+
+# No lambdas: an Accelerator that holds a kind of checkpoints is pickled by name.
+def _never(path: Path) -> bool:
+    return False
+
+
+def _accept(path: Path) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointKind:
+    """The checkpoints that a product numbers, and those of other libraries, without a manifest, that it reads."""
+
+    prefix: str = PREFIX
+    """Before the number in a name."""
+    reads_without_manifest: Callable[[Path], bool] = _never
+    """Whether a directory without a manifest is one of another library."""
+    check_without_manifest: Callable[[Path], None] = _accept
+    """Raises CheckpointNotFoundError or CorruptCheckpointError where the save of such a one never ended."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The checkpoint to load."""
+
+    path: Path
+    stored: StoredCheckpoint | None
+    """None for a checkpoint of another library, which has no manifest."""
+    passed_over: list[str] = field(default_factory=list)
+    """Newer ones that are not good, each with the reason."""
+    is_named: bool = False
+    """Whether the user has named it, so that newer ones were not looked for."""
+
+    @property
+    def verified(self) -> str:
+        """How far contents were compared with checksums."""
+        if self.stored is None:
+            return "not written by accel_trainer, contents not verified"
+        return _VERIFIED[self.stored.verify]
+
+    def describe(self, begin: str, facts: Sequence[str]) -> str:
+        """Return a line for the log, which `begin` opens: the checkpoint, facts, and why no newer one was taken."""
+        named = ", as named" if self.is_named else ""
+        passed_over = (f"passed over {line}" for line in self.passed_over)
+        return "; ".join([f"{begin} from {self.path}{named}", *facts, *passed_over])
+
+
+def has_manifest(path: Path) -> bool:
+    """Whether accel_trainer wrote a checkpoint, be it incomplete."""
+    return (path / MANIFEST_NAME).exists() or (path / MARKER_NAME).exists()
+
+
+def choose_newest(
+    directory: Path, verify: Verify, kind: CheckpointKind, passed_over: list[str], missing: AccelTrainerError
+) -> Path:
+    """Return the newest checkpoint that is complete as far as names and lengths tell; rank 0 calls it.
+
+    Args:
+        passed_over: those to leave out, each with the reason; those that are found to be bad are added.
+        missing: raised where there has never been one.
+    """
+    seen = {line.partition(":")[0] for line in passed_over}
+    for _, path in reversed(numbered_checkpoints(directory, kind.prefix)):
+        if path.name in seen:
+            continue
+        try:
+            _check_outline(path, verify, kind)
+            return path
+        except (CheckpointNotFoundError, CorruptCheckpointError) as flaw:
+            pass_over(path, str(flaw), passed_over)
+    bad = sorted(path.name for path in directory.glob(f"_bad-{kind.prefix}*")) if directory.is_dir() else []
+    if bad or passed_over:
+        raise CorruptCheckpointError(
+            f"none of the checkpoints in {directory.absolute()} is good; those that are not are kept: "
+            f"{', '.join([*bad, *passed_over][:5])}. Restore one from a copy, or begin anew in another directory"
+        )
+    raise missing
+
+
+def _check_outline(path: Path, verify: Verify, kind: CheckpointKind) -> None:
+    """Refuse a checkpoint that was not written to its end, or was cut short since."""
+    if not has_manifest(path) and kind.reads_without_manifest(path):
+        kind.check_without_manifest(path)
+        return
+    manifest = Manifest.read(path)
+    if verify != "off":
+        refuse_extra_files(path, manifest)
+        # Lengths alone, by rank 0: the ranks share out the contents later, in find_flaw_together().
+        check_files(path, manifest, manifest.files, "size", 1)
+
+
+def pass_over(path: Path, reason: str, passed_over: list[str]) -> None:
+    """Rename a bad checkpoint to `_bad-...`, and note the reason."""
+    quarantine(path, reason)
+    passed_over.append(f"{path.name}: {reason}")

@@ -12,22 +12,131 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Shard
 
-from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.boxes import Box, Index, Read, balance_bytes, plan_reads
-from accel_trainer.checkpoint.format.manifest import TensorEntry
-from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
-from accel_trainer.checkpoint.format.safetensors_file import TensorReader, copy_stored, dtype_of
+from accel_trainer.checkpoint.boxes import Box, Index, Read, balance_bytes, box_at, plan_reads
+from accel_trainer.checkpoint.manifest import TensorEntry
+from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import StoredCheckpoint
-from accel_trainer.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from accel_trainer.checkpoint.safetensors_file import TensorReader, copy_stored, dtype_of
+from accel_trainer.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
+from accel_trainer.runtime.torch_private import dtensor_like
 
-__all__ = ["ShardedTensors", "StoredShards", "TensorShards", "own_share", "stored_tensors", "write_shards"]
+_TARGET_DEVICE = "_accel_trainer_target_device"
+
+
+def is_sharded_or_replicated(tensor: Tensor) -> bool:
+    """Whether `tensor` is a DTensor of which each rank holds one box: each axis of its mesh shards or replicates it."""
+    return isinstance(tensor, DTensor) and all(
+        p.is_replicate() or type(p) is Shard or _shards_again(tensor, axis) for axis, p in enumerate(tensor.placements)
+    )
+
+
+def is_sharded_again(placement: Placement) -> bool:
+    """Whether an axis of the mesh shards the shards of later ones, as FSDP2 those of tensor parallelism.
+
+    torch calls it a strided shard: it counts along the full tensor.
+    """
+    return hasattr(placement, "split_factor")
+
+
+def _shards_again(tensor: DTensor, axis: int) -> bool:
+    """Whether all later axes that shard the same dimension come first, so that each rank holds one box."""
+    own: Any = tensor.placements[axis]
+    later = zip(tensor.placements[axis + 1 :], tensor.device_mesh.shape[axis + 1 :], strict=True)
+    sizes = [size for placement, size in later if type(placement) is Shard and placement.dim == own.dim]
+    return is_sharded_again(own) and own.split_factor == prod(sizes)
+
+
+def local_box(tensor: Tensor) -> Box:
+    """Return the box of the full tensor that this rank holds. Nothing is communicated."""
+    if not isinstance(tensor, DTensor):
+        return Box.full(tensor.shape)
+    if not is_sharded_or_replicated(tensor):
+        raise ConfigError(
+            f"a tensor of shape {tuple(tensor.shape)} is laid out as {tensor.placements}; expected each axis of its "
+            "mesh to shard or to replicate it"
+        )
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not in the mesh of its own tensor"
+    # A strided shard is cut by later axes first: FSDP2 shards what tensor parallelism has left.
+    axes = sorted(range(mesh.ndim), key=lambda axis: is_sharded_again(tensor.placements[axis]))
+    dims = [getattr(tensor.placements[axis], "dim", None) for axis in axes]
+    box = box_at(tensor.shape, dims, [mesh.shape[axis] for axis in axes], [coordinate[axis] for axis in axes])
+    assert box.sizes == tuple(local_tensor(tensor).shape), (box, local_tensor(tensor).shape)
+    return box
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of `tensor`, sharing its memory and without gradients."""
+    return _values_of(_shard(tensor)).detach()
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():  # to_local() records a node of autograd else, and a load calls it for each tensor
+            return tensor.to_local()
+    return tensor
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    """Return the plain tensor in a subclass that only wraps it, as of weights that torchao has gathered in fp8."""
+    if type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for each in inner:
+            if type(each) is Tensor and (each.shape, each.dtype) == (tensor.shape, tensor.dtype):
+                return each
+    return tensor
+
+
+def wrap_local_like(tensor: Tensor, local: Tensor) -> Tensor:
+    """Return `local`, this rank's shard, as a DTensor with the mesh and placements of `tensor` if that is one."""
+    return dtensor_like(tensor, local) if isinstance(tensor, DTensor) else local
+
+
+def set_target_device(tensor: Tensor, device: torch.device) -> None:
+    """Note on a meta tensor the device that `materialize` gives it memory on."""
+    setattr(tensor, _TARGET_DEVICE, device)
+
+
+def materialize(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+    """Give a meta tensor uninitialised memory in place: it stays the object that modules and optimizers hold.
+
+    A DTensor gets memory for this rank's shard.
+
+    Args:
+        device: None is the one that `set_target_device` noted, then that of the mesh, then the CPU.
+    """
+    place = device or _default_device(tensor)
+    # Like the shard and not only of its shape: it may be of a class that FSDP2 asks how it is gathered.
+    shard = _shard(tensor).detach()
+    filled = torch.empty_like(
+        shard, dtype=dtype or tensor.dtype, device=place, memory_format=torch.contiguous_format, requires_grad=False
+    )
+    filled = wrap_local_like(tensor, filled)
+    if isinstance(tensor, nn.Parameter):
+        filled = nn.Parameter(filled, requires_grad=tensor.requires_grad)
+    # What strategies and PEFT have noted on the parameter stays with it.
+    filled.__dict__.update(tensor.__dict__)
+    # Swapped, not assigned: modules, optimizers and tied names all hold this object.
+    torch.utils.swap_tensors(tensor, filled)
+
+
+def _default_device(tensor: Tensor) -> torch.device:
+    target = getattr(tensor, _TARGET_DEVICE, None)
+    if target is not None:
+        return torch.device(target)
+    if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != "cpu":
+        return torch.device(tensor.device_mesh.device_type, torch.get_device_module().current_device())
+    return torch.device("cpu")
+
 
 _MAX_OPEN_FILES = 64  # of the 1,024 that a process may have by default; shards of one tensor lie in few files
 
@@ -74,6 +183,7 @@ def own_share(
             groups.setdefault(holders[:1] if name in of_first_rank else holders, []).append(name)
     own = []
     for holders, names in groups.items():
+        # Computed by every holder from the same names and sizes: the same answer without a message.
         takers = balance_bytes([local_tensor(tensors[name]).nbytes for name in names], len(holders))
         own += [name for name, taker in zip(names, takers, strict=True) if holders[taker] == rank]
     return own
@@ -143,11 +253,7 @@ class ShardedTensors(TensorReader):
         return set()
 
     def plan(self, name: str, box: Box) -> list[Read]:
-        """Return the reads that fill `box` of a tensor.
-
-        Raises:
-            CorruptCheckpointError: not all of it was saved.
-        """
+        """Return the reads that fill `box` of a tensor."""
         tensor = self.tensors[name]
         reads = plan_reads(box, tensor.boxes)
         if reads is None:
@@ -190,6 +296,7 @@ class StoredShards(ShardedTensors):
             CorruptCheckpointError: shards of one tensor contradict each other.
         """
         super().__init__(stored.path)
+        # Opened when read: a rank that needs 3 of 512 files opens 3.
         self._open = lru_cache(_MAX_OPEN_FILES)(stored.tensors)
         pattern = re.compile(re.escape(prefix) + r"\.\d+\.safetensors")
         for file, entries in sorted(stored.manifest.tensors.items()):
@@ -225,11 +332,7 @@ class MeanOfReplicas(ShardedTensors):
     """The mean of tensors of which every rank has saved values of its own; of integers, the first rank's values."""
 
     def __init__(self, path: Path, replicas: Sequence[ShardedTensors]) -> None:
-        """Take the replicas of all ranks.
-
-        Raises:
-            IncompatibleCheckpointError: some hold tensors that others lack.
-        """
+        """Take the replicas of all ranks."""
         super().__init__(path)
         self._replicas = replicas
         self.tensors = replicas[0].tensors
@@ -250,6 +353,7 @@ class MeanOfReplicas(ShardedTensors):
         first, *others = (replica.read_shard(name, shard, index) for replica in self._replicas)
         if not first.is_floating_point():
             return first
+        # Copied: `first` may be a view of the mapped file, and the sum is made in place.
         total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
         for values in others:
             total += values

@@ -18,8 +18,6 @@ from accel_trainer.config import schema
 from accel_trainer.config.files import ALIASES
 from accel_trainer.config.schema import LOW_ENDS, FieldSpec, RunConfig, field_specs, section_names, thaw
 
-__all__ = ["SCHEMA_FILE", "commented_yaml", "documentation", "json_schema"]
-
 SCHEMA_FILE = Path(__file__).with_name("config.schema.json")
 """The packaged copy of `json_schema`, for editors."""
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string"}

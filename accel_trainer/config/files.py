@@ -20,8 +20,6 @@ from accel_trainer.config.schema import RunConfig, field_specs, get_value, secti
 from accel_trainer.config.validation import show
 from accel_trainer.errors import did_you_mean
 
-__all__ = ["ALIASES", "Dialect", "FileConfig", "read_file", "to_file_dict", "to_yaml"]
-
 
 class Dialect(StrEnum):
     """The spelling of a configuration: our sections, accelerate's file, a flat `fsdp_config`, or DeepSpeed's own."""

@@ -12,8 +12,6 @@ from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.schema import LOW_ENDS, field_specs
 from accel_trainer.config.validation import WrongValueError, coerce, show
 
-__all__ = ["Layer", "Setting", "Source", "SourceKind"]
-
 
 class SourceKind(StrEnum):
     """The levels of precedence, weakest first."""

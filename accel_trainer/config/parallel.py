@@ -9,17 +9,6 @@ from typing import NamedTuple
 from accel_trainer.config.schema import ParallelConfig, RunConfig, get_value
 from accel_trainer.errors import ConfigError
 
-__all__ = [
-    "AXES",
-    "NOT_OFFERED",
-    "AxisSizes",
-    "axis_problems",
-    "axis_sizes",
-    "check_fewest",
-    "given_plan",
-    "size_for_shards",
-]
-
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Every axis, the outermost first: the ranks of the last one are neighbours."""
 NOT_OFFERED = {"pp_size": "there are no pipelines; set it to 1, and shard with dp_shard_size"}

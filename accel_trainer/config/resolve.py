@@ -23,8 +23,6 @@ from accel_trainer.config.schema import RunConfig, field_specs, get_value, secti
 from accel_trainer.config.validation import cross_problems, show_plain, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
 
-__all__ = ["Resolved", "build_config", "flag_name", "resolve"]
-
 _RENAMED = {"use_cpu": "cpu", "accumulation.num_steps": "gradient_accumulation_steps"}
 _SIZES = {path: path.replace("parallel.", "parallelism_config.") for path in field_specs() if "parallel." in path}
 _ACCELERATOR_KEYWORDS = {**_RENAMED, **_SIZES, "data.split_batches": "split_batches"}

@@ -14,38 +14,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn
 
-__all__ = [
-    "LOW_ENDS",
-    "AccumulationConfig",
-    "ChangedRunAction",
-    "CompileConfig",
-    "DDPConfig",
-    "DataConfig",
-    "FSDPConfig",
-    "FieldSpec",
-    "Fp8Backend",
-    "Fp8Config",
-    "FrozenDict",
-    "HangConfig",
-    "LaunchConfig",
-    "MixedPrecision",
-    "NonFiniteAction",
-    "OuterOptimizerConfig",
-    "OutputDtype",
-    "ParallelConfig",
-    "PreemptionConfig",
-    "RunConfig",
-    "SchedulerSteps",
-    "StateDictType",
-    "WrapPolicy",
-    "field_specs",
-    "get_key",
-    "get_value",
-    "section_names",
-    "set_key",
-    "thaw",
-]
-
 
 class MixedPrecision(StrEnum):
     """The number format of forward and backward; parameters and optimizer state stay in fp32."""

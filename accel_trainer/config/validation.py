@@ -29,17 +29,6 @@ from accel_trainer.config.schema import (
 )
 from accel_trainer.errors import did_you_mean
 
-__all__ = [
-    "BOOLEAN_WORDS",
-    "UNUSED_UNDER",
-    "WrongValueError",
-    "coerce",
-    "cross_problems",
-    "show",
-    "show_plain",
-    "unused_notes",
-]
-
 _TRUE_WORDS = ("true", "1", "yes", "y", "t", "on")
 _FALSE_WORDS = ("false", "0", "no", "n", "f", "off")
 BOOLEAN_WORDS = frozenset((*_TRUE_WORDS, *_FALSE_WORDS))

@@ -34,8 +34,6 @@ from accel_trainer.runtime.collectives import broadcast_object
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import stream_index
 
-__all__ = ["IndexSource", "begin_pass", "build_index_source", "check_length", "length_of"]
-
 logger = get_logger(__name__)
 
 

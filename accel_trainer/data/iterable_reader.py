@@ -22,18 +22,6 @@ from accel_trainer.data.plan import BatchRows, mix_seed, seed_for_epoch
 from accel_trainer.data.randomness import PrivateStreams, StepStreams
 from accel_trainer.runtime.rng import stream_index
 
-__all__ = [
-    "ShardedStream",
-    "SlicedStream",
-    "Step",
-    "StepCollate",
-    "StreamRule",
-    "can_resume_itself",
-    "is_sharded_by_rank",
-    "num_shards_of",
-    "set_dataset_epoch",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class StreamRule:
@@ -361,7 +349,3 @@ def _datasets_in(value: Any) -> list[Any]:
     entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
     # By the first one: lists of samples are long.
     return list(entries) if isinstance(next(iter(entries), None), Dataset) else []
-
-
-# Named by prepared loaders that release 0.1 pickled.
-OwnShards, SliceCollate = ShardedStream, StepCollate

@@ -34,8 +34,6 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import stream_index
 from accel_trainer.runtime.torch_private import LOADER_AT_REST
 
-__all__ = ["ShardSource", "SliceSource", "build_stream_source"]
-
 
 def build_stream_source(
     loader: DataLoader[Any], *, process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None

@@ -22,14 +22,12 @@ from accel_trainer.data.position import Position, Progress
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import scatter_objects
-from accel_trainer.runtime.fault_injection import with_fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.side_stream import SideStream, has_streams
 from accel_trainer.runtime.tensor_trees import send_to_device
 from accel_trainer.runtime.torch_private import LOADER_AT_REST, keeps_iterator
+from accel_trainer.runtime.whereabouts import section
 from accel_trainer.tree import leaves, map_leaves
-
-__all__ = ["LoaderCheckpoint", "PreparedDataLoader", "keeping_epoch", "prepare_data_loader", "skip_first_batches"]
 
 logger = get_logger(__name__)
 
@@ -346,6 +344,7 @@ class PreparedDataLoader(DataLoader[Any]):
     def __len__(self) -> int:
         return self._source.num_left()
 
+    @section("data loading")
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         current = Progress(self.epoch, length_of(self) if self._source.has_exact_length else None)
         is_complete = False
@@ -355,7 +354,7 @@ class PreparedDataLoader(DataLoader[Any]):
             for hook in self._on_begin:
                 hook(self)
             if self._device is None:
-                yield from with_fault_point("data.next", self._read(current))
+                yield from self._read(current)
             elif self.num_workers > 0 and self._dispatch is None and self._config.prefetch_to_device:
                 yield from self._one_ahead(current, _DeviceCopies(self._device, self._config))
             else:
@@ -363,7 +362,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 # streams would come before what the step in between draws, and before a checkpoint that it saves. The
                 # copy of one still runs beside the steps before it, which the host only enqueues.
                 copies = _DeviceCopies(self._device, self._config, pins=True)
-                for batch in with_fault_point("data.next", self._read(current)):
+                for batch in self._read(current):
                     yield copies.begin(batch).take()
             is_complete = True
         finally:
@@ -376,7 +375,7 @@ class PreparedDataLoader(DataLoader[Any]):
     def _one_ahead(self, current: Progress, copies: _DeviceCopies) -> Iterator[Any]:
         """Yield batches that workers have made, each once the copy of the next one has begun."""
         reading = current.copy()
-        begun = ((copies.begin(batch), reading.copy()) for batch in with_fault_point("data.next", self._read(reading)))
+        begun = ((copies.begin(batch), reading.copy()) for batch in self._read(reading))
         following = next(begun, None)
         failure: Exception | None = None
         while following is not None:

@@ -16,8 +16,6 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.uneven_gather import check_uneven_options, gather_known_rows, gather_unknown_rows
 from accel_trainer.tree import leaves, map_leaves
 
-__all__ = ["keep_one_for_each", "trim_gathered"]
-
 
 def keep_one_for_each(data: Any, num_samples: int, full: int, seen: set[int]) -> Any:
     """Return `data` with a value that was repeated for each sample of a full batch cut to those of this rank's batch.

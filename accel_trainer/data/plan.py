@@ -15,20 +15,6 @@ import torch
 
 from accel_trainer.errors import ConfigError
 
-__all__ = [
-    "BatchRows",
-    "RoundRule",
-    "batch_indices",
-    "check_can_split",
-    "count_rows",
-    "full_rounds",
-    "index_lists",
-    "mix_seed",
-    "permutation",
-    "plan_rounds",
-    "seed_for_epoch",
-]
-
 _UINT64 = 2**64
 
 

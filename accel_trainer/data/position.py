@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import IncompatibleCheckpointError
-
-__all__ = ["Position", "Progress"]
 
 
 @dataclass(slots=True, eq=False)
@@ -115,10 +113,3 @@ class Position:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name: numbers, and the dataset's state."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-class Place(NamedTuple):
-    """Held by samplers that release 0.1 pickled, and replaced when their next pass begins."""
-
-    samples: int
-    steps: int

@@ -21,18 +21,6 @@ from torch.utils.data import get_worker_info
 from accel_trainer.data.plan import mix_seed
 from accel_trainer.runtime.preemption import outlive_signals
 
-__all__ = [
-    "CollateInTurn",
-    "NumberedItems",
-    "PrivateStreams",
-    "SeededDataset",
-    "StepStreams",
-    "WorkerInit",
-    "draw_alike",
-    "init_worker",
-    "without_turns",
-]
-
 
 class PrivateStreams:
     """A context in which Python's, NumPy's and torch's CPU streams are private ones that begin at a seed.

@@ -26,8 +26,6 @@ from accel_trainer.data.plan import (
 from accel_trainer.data.randomness import draw_alike
 from accel_trainer.errors import IncompatibleCheckpointError
 
-__all__ = ["Clock", "SeedableRandomSampler", "ShardedBatchSampler", "find_generator", "find_replicated"]
-
 _NESTED = ("batch_sampler", "sampler")
 _NESTED_LIST = "batch_samplers"
 """Of sentence-transformers' samplers over several datasets."""

@@ -6,15 +6,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
-from accel_trainer.checkpoint.commit.rename import sweep
-from accel_trainer.checkpoint.commit.retention import is_complete, numbered_checkpoints, retire
-from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.format.verification import check_checkpoint
+from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, check_checkpoint
+from accel_trainer.checkpoint.names import is_complete, numbered_checkpoints, retire, sweep
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError
 from accel_trainer.runtime.cores import usable_cores
-
-__all__ = ["export", "merge_weights_parser", "run_ckpt", "run_merge_weights"]
 
 _PREFIXES = ("checkpoint_", "checkpoint-")
 """Of `save_state` and of the Trainer."""
@@ -22,6 +18,23 @@ _PREFIXES = ("checkpoint_", "checkpoint-")
 
 def run_ckpt(words: Sequence[str]) -> int:
     """Run `accel-trainer ckpt` and return its exit code: 1 when a checkpoint is not good."""
+    parser = ckpt_parser()
+    arguments = parser.parse_args(words)
+    if arguments.command == "export":
+        return export(arguments)
+    if not arguments.directory.is_dir():
+        raise CheckpointNotFoundError(f"{arguments.directory.absolute()} is no directory; give one with checkpoints")
+    if arguments.command == "list":
+        return _list(arguments.directory)
+    if arguments.command == "verify":
+        return _verify(arguments.directory, "size" if arguments.size else "full")
+    if arguments.keep < 1:
+        parser.error(f"--keep {arguments.keep} would leave no checkpoint; keep 1 or more")
+    return _prune(arguments.directory, arguments.keep)
+
+
+def ckpt_parser() -> argparse.ArgumentParser:
+    """Return the parser of `accel-trainer ckpt`."""
     parser = argparse.ArgumentParser("accel-trainer ckpt", description="Checkpoints on disk.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     listing = commands.add_parser("list", help="print the checkpoints of a directory", allow_abbrev=False)
@@ -42,18 +55,7 @@ def run_ckpt(words: Sequence[str]) -> int:
         help="weights for from_pretrained (the default), or all that transformers' own Trainer resumes from under FSDP "
         "with FULL_STATE_DICT or SHARDED_STATE_DICT",
     )
-    arguments = parser.parse_args(words)
-    if arguments.command == "export":
-        return export(arguments)
-    if not arguments.directory.is_dir():
-        raise CheckpointNotFoundError(f"{arguments.directory.absolute()} is no directory; give one with checkpoints")
-    if arguments.command == "list":
-        return _list(arguments.directory)
-    if arguments.command == "verify":
-        return _verify(arguments.directory, "size" if arguments.size else "full")
-    if arguments.keep < 1:
-        parser.error(f"--keep {arguments.keep} would leave no checkpoint; keep 1 or more")
-    return _prune(arguments.directory, arguments.keep)
+    return parser
 
 
 def run_merge_weights(words: Sequence[str]) -> int:
@@ -154,8 +156,7 @@ def _list(directory: Path) -> int:
 def _verify(directory: Path, mode: str) -> int:
     flaws = {path: _flaw(path, mode) for path in _find(directory)}
     for path, flaw in flaws.items():
-        has_checksums = flaw is not None or Manifest.read(path).has_checksums
-        print(f"{path.name}  {'good' if has_checksums else 'complete (it has no checksums)'}" if flaw is None else flaw)
+        print(f"{path.name}  good" if flaw is None else flaw)
     return 1 if any(flaw is not None for flaw in flaws.values()) else 0
 
 

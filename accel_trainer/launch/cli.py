@@ -6,36 +6,91 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_trainer.errors import AccelTrainerError, did_you_mean
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["COMMANDS", "as_subcommand", "main"]
+
+class Command(NamedTuple):
+    """One command; names of functions are `MODULE:FUNCTION` below `accel_trainer`."""
+
+    run: str
+    """Takes the words behind the command's name, and returns the exit code."""
+    parser: str
+    """Returns the parser of those words."""
+    text: str
+
 
 # Names of modules, not imports: `accel-trainer --help` takes 0.1 s, and an import of torch alone takes seconds.
 COMMANDS = {
-    "launch": ("job:run_launch", "run a script on one or several processes"),
-    "test": ("job:run_test", "check processes, collectives, loaders and training as configured"),
-    "config": ("config_file:run_config", "make a configuration file from a few answers (config default: without)"),
-    "convert": ("convert:run_convert", "write a configuration in another spelling, or for another engine"),
-    "convert-config": ("convert:run_convert", "the same, by its earlier name"),
-    "to-fsdp2": ("convert:run_to_fsdp2", "rewrite a file of accelerate for FSDP1 as one of accelerate for FSDP2"),
-    "ckpt": ("checkpoints:run_ckpt", "list, verify, prune and export checkpoints"),
-    "merge-weights": ("checkpoints:run_merge_weights", "write sharded weights as files that from_pretrained reads"),
-    "report": ("run_pages:run_report", "write a page of a run's curves, figures and options, or compare runs"),
-    "estimate": ("estimate:run_estimate", "print the memory that a model takes, for each dtype"),
-    "estimate-memory": ("estimate:run_estimate", "the same, by accelerate's name"),
-    "explain": ("reports:run_explain", "print every option, its value and where it came from"),
-    "completion": (
-        "completion:run_completion",
+    "launch": Command(
+        "launch.job:run_launch", "launch.entry_points:launch_command_parser", "run a script on one or several processes"
+    ),
+    "test": Command(
+        "launch.job:run_test",
+        "launch.flags:options_parser",
+        "check processes, collectives, loaders and training as configured",
+    ),
+    "config": Command(
+        "launch.config_file:run_config",
+        "launch.config_file:config_parser",
+        "make a configuration file from a few answers (config default: without)",
+    ),
+    "convert": Command(
+        "contrib.convert:run_convert",
+        "contrib.convert:convert_parser",
+        "write a configuration in another spelling, or for another engine",
+    ),
+    "convert-config": Command(
+        "contrib.convert:run_convert", "contrib.convert:convert_parser", "the same, by its earlier name"
+    ),
+    "to-fsdp2": Command(
+        "contrib.convert:run_to_fsdp2",
+        "contrib.convert:to_fsdp2_command_parser",
+        "rewrite a file of accelerate for FSDP1 as one of accelerate for FSDP2",
+    ),
+    "ckpt": Command(
+        "launch.checkpoints:run_ckpt", "launch.checkpoints:ckpt_parser", "list, verify, prune and export checkpoints"
+    ),
+    "merge-weights": Command(
+        "launch.checkpoints:run_merge_weights",
+        "launch.checkpoints:merge_weights_parser",
+        "write sharded weights as files that from_pretrained reads",
+    ),
+    "report": Command(
+        "contrib.run_report.command:run_report",
+        "contrib.run_report.command:report_parser",
+        "write a page of a run's curves, figures and options, or compare runs",
+    ),
+    "estimate": Command(
+        "contrib.planning.estimate:run_estimate",
+        "contrib.planning.estimate:estimate_command_parser",
+        "print the memory that a model takes, for each dtype",
+    ),
+    "estimate-memory": Command(
+        "contrib.planning.estimate:run_estimate",
+        "contrib.planning.estimate:estimate_command_parser",
+        "the same, by accelerate's name",
+    ),
+    "explain": Command(
+        "launch.reports:run_explain",
+        "launch.flags:options_parser",
+        "print every option, its value and where it came from",
+    ),
+    "completion": Command(
+        "contrib.completion:run_completion",
+        "contrib.completion:completion_parser",
         "print a script by which bash, zsh or fish complete a command",
     ),
-    "env": ("reports:run_env", "print versions, devices and configuration for a bug report"),
+    "env": Command(
+        "launch.reports:run_env",
+        "launch.reports:env_parser",
+        "print versions, devices and configuration for a bug report",
+    ),
 }
-"""Module below `accel_trainer.launch` and function, which takes the words behind the name and returns the exit code."""
 
 _REFUSED = {
     "tpu-config": "it starts commands on pods of TPUs by Google's own tool, which is there; or run "
@@ -66,8 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"accel-trainer: unknown command {name!r}{hint}", file=sys.stderr)
         return 2
     try:
-        module, _, function = COMMANDS[name][0].partition(":")
-        code: int = getattr(importlib.import_module(f"accel_trainer.launch.{module}"), function)(words[1:])
+        code: int = load_command(COMMANDS[name].run)(words[1:])
         return code
     except AccelTrainerError as error:
         from accel_trainer.tracking import redact
@@ -81,6 +135,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `accel-trainer explain | head`: the reader has seen enough. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def load_command(path: str) -> Callable[..., Any]:
+    """Return the function that `MODULE:FUNCTION` names below `accel_trainer`; so `contrib` is found, and not imported.
+
+    The core of the package has to import without what stands there.
+    """
+    module, _, function = path.partition(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(f"accel_trainer.{module}"), function)
+    return loaded
 
 
 def as_subcommand(
@@ -101,7 +165,7 @@ def as_subcommand(
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    table = "\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+    table = "\n".join(f"  {name:<{width}}  {text}" for name, (_, _, text) in COMMANDS.items())
     return (
         f"usage: accel-trainer COMMAND [options]\n\n{table}\n\n"
         "`accel-trainer COMMAND --help` says more; `accel-trainer --version` prints the version."

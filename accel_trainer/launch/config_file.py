@@ -20,23 +20,40 @@ from accel_trainer.config.dialects.fsdp import fsdp_keys
 from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import MixedPrecision, RunConfig, get_value
 from accel_trainer.errors import ConfigError
-from accel_trainer.launch.default_file import accelerate_config_path, default_config_path, find_default_config
+from accel_trainer.launch.cli import load_command
 from accel_trainer.launch.flags import launch_flags
-from accel_trainer.launch.questionnaire import Interview, ask_configuration, run_interview
 from accel_trainer.tracking import mask_secrets
 
-__all__ = [
-    "BaseConfig",
-    "ClusterConfig",
-    "cache_dir",
-    "default_config_file",
-    "default_json_config_file",
-    "default_yaml_config_file",
-    "load_config_from_file",
-    "run_config",
-    "write_basic_config",
-    "write_config",
-]
+
+def _cache(environ: Mapping[str, str]) -> Path:
+    cache = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(os.path.expanduser(environ.get("HF_HOME") or os.path.join(cache, "huggingface")))
+
+
+def default_config_path(environ: Mapping[str, str]) -> Path:
+    """Return the place of our own default file: in the cache of Hugging Face's libraries."""
+    return _cache(environ) / "accel_trainer" / "default_config.yaml"
+
+
+def accelerate_config_path(environ: Mapping[str, str]) -> Path | None:
+    """Return the default file of Hugging Face accelerate, where there is one."""
+    paths = (_cache(environ) / "accelerate" / f"default_config.{suffix}" for suffix in ("yaml", "yml", "json"))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def find_default_config(environ: Mapping[str, str]) -> tuple[Path | None, str]:
+    """Return the file that is used by default, and a line that says which one and why; None and "" without any."""
+    own, other = default_config_path(environ), accelerate_config_path(environ)
+    if own.is_file():
+        ignored = "" if other is None else f"; that of Hugging Face accelerate, {other}, is not used"
+        return own, f"configuration from {own}{ignored}"
+    if other is None:
+        return None, ""
+    return other, (
+        f"configuration from {other}, the default of Hugging Face accelerate; `accel-trainer config` makes one of your "
+        "own, --config_file names another"
+    )
+
 
 default_config_file = str(find_default_config(os.environ)[0] or default_config_path(os.environ))
 """The file that `accel-trainer launch` takes where none is named, as it was found when this was imported."""
@@ -66,7 +83,7 @@ def run_config(words: Sequence[str]) -> int:
     Raises:
         ConfigError: the options, the name of the file or the answers are wrong. Nothing has been written then.
     """
-    arguments = _parser().parse_args(words)
+    arguments = config_parser().parse_args(words)
     file = arguments.config_file
     path = Path(file).expanduser() if file else default_config_path(os.environ)
     if arguments.command == "schema":
@@ -79,7 +96,7 @@ def run_config(words: Sequence[str]) -> int:
         write_config(path, _default_text(arguments.mixed_precision, arguments), is_new=True)
         print(f"configuration written to {path}")
         return 0
-    text = _text(_ask_answers(path))
+    text = _text(load_command("contrib.questionnaire:ask_answers")(path))
     write_config(path, text, is_new=False)
     command = "accel-trainer test" + (f" --config_file {file}" if file else "")
     print(f"\n{text}\nconfiguration written to {path}; try it with: {command}")
@@ -113,7 +130,8 @@ def _show_file(file: str | None, *, is_updated: bool) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def config_parser() -> argparse.ArgumentParser:
+    """Return the parser of `accel-trainer config`."""
     parser = argparse.ArgumentParser(
         "accel-trainer config",
         description="Ask a few questions and write a configuration file; `config default` asks nothing.",
@@ -182,37 +200,6 @@ def write_config(path: Path, text: str, *, is_new: bool) -> None:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}; name another file with --config_file"
         ) from error
-
-
-def _ask_answers(path: Path) -> dict[str, Any]:
-    """Ask on the terminal for the configuration to write to `path`, and check it."""
-    print(f"Answers go to {path}.")
-    offered = _offered_values(path)
-
-    def questions(interview: Interview) -> dict[str, Any]:
-        if path.exists() and not interview.confirm("replace", "That file exists. Replace it?", "no"):
-            raise ConfigError(f"{path} exists and was left as it is; name another file with --config_file")
-        if offered and interview.confirm("import", "Take these values, and ask nothing?", "yes"):
-            return offered
-        return ask_configuration(interview)
-
-    content: dict[str, Any] = run_interview(questions)
-    resolve(file=content)
-    return content
-
-
-def _offered_values(path: Path) -> dict[str, Any]:
-    """Print the values of accelerate's default file, and return them as a file of ours has them; or nothing."""
-    other = None if path.exists() else accelerate_config_path(os.environ)
-    if other is None:
-        return {}
-    try:
-        content = to_file_dict(resolve(file=str(other)).config)
-    except ConfigError as error:
-        print(f"The configuration of Hugging Face accelerate, {other}, cannot be taken over: {error}")
-        return {}
-    print(f"Hugging Face accelerate is configured in {other}:\n{dump_yaml(content)}")
-    return content
 
 
 # --- files with the keys of accelerate, as objects --------------------------------------------------------------------

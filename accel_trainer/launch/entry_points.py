@@ -62,17 +62,9 @@ def launch_command_parser() -> argparse.ArgumentParser:
     `training_script_args`. A program may set them before it calls `launch_command`.
     """
     parser = options_parser(None, "Run a script on one or several processes.")
-    for name in _fsdp_spellings():
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     parser.add_argument("training_script", help="the script, or with --module a module's name")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="options of the script")
     return parser
-
-
-def _fsdp_spellings() -> list[str]:
-    """Return accelerate's names of FSDP options that are not ours, too."""
-    names = (f"fsdp_{key}" for key in fsdp_dialect.KNOWN_KEYS)
-    return [name for name in names if name not in launch_flags()]
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -88,14 +80,13 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def _words(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the options of a command line with which `args` would be parsed."""
-    flags = {flag.name: flag for flag in launch_flags().values()}
-    for name in (*flags, *_fsdp_spellings()):
-        value = getattr(args, name, None)
-        if name in flags and flags[name].takes_no_value:
+    """Yield the options of a command line that means `args`, in which a program may have set some itself."""
+    for name, value in vars(args).items():
+        flag = launch_flags().get(name)
+        if flag is not None and flag.takes_no_value:
             if value:
                 yield f"--{name}"
-        elif value is not None:
+        elif value is not None and (flag is not None or fsdp_dialect.is_known_key(name)):
             yield f"--{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 

@@ -10,7 +10,7 @@ import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -28,8 +28,6 @@ from accel_trainer.config.layer import Layer, SourceKind
 from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.validation import BOOLEAN_WORDS, WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
-
-__all__ = ["Flag", "Options", "launch_flags", "options_parser", "parse_options", "print_help"]
 
 _ALIASES = {
     "use_cpu": "use_cpu",
@@ -87,8 +85,6 @@ _REFUSED = {
     ),
 }
 """Flags of accelerate's launcher that are not offered, or how their names begin, and what to do instead."""
-_FOR_SCHEDULERS = ("slurm", "kubernetes", "submit", "image")
-_WITHOUT_EFFECT = ("quiet", f"use_{_PARALLELISM}")
 _BOOLEANS = {"true": True, "false": False}
 _SECTION_TITLES = {
     "": "what runs",
@@ -137,18 +133,29 @@ class Flag:
         return self.preset is not None or self.path is None and self.is_switch
 
 
+def _own(text: str, *, metavar: str | None = None, is_for_schedulers: bool = False) -> Any:
+    """Return a field of `Options` that is a flag of the launcher's own: a switch, or with `metavar` a value."""
+    metadata = {"help": text, "metavar": metavar, "is_for_schedulers": is_for_schedulers}
+    return field(default=False if metavar is None else None, metadata=metadata)
+
+
 @dataclass(slots=True)
 class Options:
-    """A command line, taken apart: our options, and the script with its own."""
+    """A command line, taken apart: our options, and the script with its own.
 
-    config_file: str | None = None
-    is_module: bool = False
-    no_python: bool = False
-    dry_run: bool = False
-    slurm: bool = False
-    kubernetes: bool = False
-    submit: bool = False
-    image: str | None = None
+    A field with a help is a flag of the launcher's own; this is the one place that it is written in.
+    """
+
+    config_file: str | None = _own("YAML or JSON file, or a packaged name such as full_shard", metavar="FILE")
+    module: bool = _own("the script is the name of a module, as in python -m")
+    quiet: bool = _own("taken, and without effect; only the failing rank's traceback is shown")
+    dry_run: bool = _own("print the command, its variables and the options, and start nothing")
+    slurm: bool = _own("print the job as a script for SLURM's sbatch, and start nothing", is_for_schedulers=True)
+    kubernetes: bool = _own("print the job as a PyTorchJob for Kubernetes, and start nothing", is_for_schedulers=True)
+    submit: bool = _own("hand what --slurm or --kubernetes prints to sbatch or kubectl", is_for_schedulers=True)
+    image: str | None = _own("of the containers, with --kubernetes", metavar="IMAGE", is_for_schedulers=True)
+    no_python: bool = _own("the script is a program of its own: start it without python")
+    use_parallelism_config: bool = _own("taken; the sizes say it themselves")
     flags: dict[str, Any] = field(default_factory=dict)
     """Values by dotted path, as they were written."""
     spelled: dict[str, str] = field(default_factory=dict)
@@ -160,27 +167,20 @@ class Options:
     """The script and everything after it."""
 
 
-_OWN = (
-    Flag("config_file", help="YAML or JSON file, or a packaged name such as full_shard", metavar="FILE"),
-    Flag("module", is_switch=True, help="the script is the name of a module, as in python -m"),
-    Flag("quiet", is_switch=True, help="taken, and without effect; only the failing rank's traceback is shown"),
-    Flag("dry_run", is_switch=True, help="print the command, its variables and the options, and start nothing"),
-    Flag("slurm", is_switch=True, help="print the job as a script for SLURM's sbatch, and start nothing"),
-    Flag("kubernetes", is_switch=True, help="print the job as a PyTorchJob for Kubernetes, and start nothing"),
-    Flag("submit", is_switch=True, help="hand what --slurm or --kubernetes prints to sbatch or kubectl"),
-    Flag("image", help="of the containers, with --kubernetes", metavar="IMAGE"),
-    Flag("no_python", is_switch=True, help="the script is a program of its own: start it without python"),
-    *(
-        Flag(name, "strategy", is_switch=True, preset=strategy, help=f"the same as --strategy {strategy}")
-        for name, strategy in (("use_fsdp", "fsdp2"), ("use_deepspeed", "deepspeed"), ("multi_gpu", "ddp"))
-    ),
-)
+_OWN = {each.name: each.metadata for each in fields(Options) if each.metadata}
+_STRATEGY_SWITCHES = {"use_fsdp": "fsdp2", "use_deepspeed": "deepspeed", "multi_gpu": "ddp"}
 
 
 @functools.cache
 def launch_flags() -> Mapping[str, Flag]:
     """Return every flag by its name without dashes; aliases lead to the flag they stand for."""
-    flags = {flag.name: flag for flag in _OWN}
+    flags = {
+        name: Flag(name, is_switch=own["metavar"] is None, help=own["help"], metavar=own["metavar"])
+        for name, own in _OWN.items()
+    }
+    for name, strategy in _STRATEGY_SWITCHES.items():
+        text = f"the same as --strategy {strategy}"
+        flags[name] = Flag(name, "strategy", is_switch=True, preset=strategy, help=text)
     described = documentation()
     for path, spec in field_specs().items():
         if path != "deepspeed":  # a block of a file, not a value
@@ -196,9 +196,6 @@ def launch_flags() -> Mapping[str, Flag]:
         flags[name] = Flag(name, _PARALLELISM, size, metavar="N", help="ranks along this axis of accelerate's mesh")
     name = f"{_PARALLELISM}_{PARALLEL_COMM}"
     flags[name] = Flag(name, _PARALLELISM, PARALLEL_COMM, metavar="NAME", help=described[f"parallel.{PARALLEL_COMM}"])
-    flags[f"use_{_PARALLELISM}"] = Flag(
-        f"use_{_PARALLELISM}", is_switch=True, help="taken; the sizes say it themselves"
-    )
     flags |= {"m": flags["module"], "q": flags["quiet"]}
     return flags
 
@@ -212,61 +209,52 @@ def _metavar(spec: FieldSpec, is_switch: bool) -> str:
     return next((word for kind, word in kinds.items() if kind in str(spec.annotation)), "TEXT")
 
 
-class _OptionsParser(argparse.ArgumentParser):
-    """Takes `-` and `_` in names as the same, and switches with a value and without, as `parse_options` does."""
+class _LaunchParser(argparse.ArgumentParser):
+    """argparse's help and results, of words that `read_flags` has read: one reader knows where the script begins."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the options before the script; those behind it are the script's."""
-        words, position = list(sys.argv[1:] if args is None else args), 0
-        while position < len(words) and words[position].startswith("-") and words[position] not in ("-", "--"):
-            position = _spell_option(words, position)
-        return super().parse_known_args(words, namespace)
+        """Parse our flags, and leave the script with its own options to argparse.
+
+        Raises:
+            ConfigError: see `read_flags`.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        if words[:1] in (["-h"], ["--help"]):
+            self.print_help()
+            self.exit()
+        given, rest = read_flags(words, self.prog)
+        parsed, unknown = super().parse_known_args(["--", *rest] if rest else [], namespace)
+        for flag, value, _, _ in given:
+            setattr(parsed, flag.name, _typed(flag, value))
+        return parsed, unknown
 
 
-def _spell_option(words: list[str], position: int) -> int:
-    """Write the option at a position as argparse knows it; return the position behind it and its value."""
-    name, equals, value = words[position].partition("=")
-    flag = launch_flags().get(_name(name))
-    if flag is None:
-        _refuse_of_others(name, _name(name))
-    words[position] = f"{name}{equals}{value}" if len(name) == 2 else f"--{_name(name)}{equals}{value}"
-    if equals:
-        return position + 1
-    if flag is None:
-        return position + (2 if fsdp_dialect.is_known_key(_name(name)) else 1)
-    if flag.takes_no_value:
-        return position + 1
-    if flag.is_switch and (position + 1 == len(words) or not flag.may_take(words[position + 1])):
-        words[position] += "=true"
-        return position + 1
-    return position + 2
+def _typed(flag: Flag, value: Any) -> Any:
+    """Return a value with the type that programs expect of it; one in a wrong spelling stays text."""
+    if flag.is_switch:
+        return _BOOLEANS.get(str(value).lower(), value)
+    kind = {"N": int, "SECONDS": float, "NUMBER": float}.get(flag.metavar or "", str)
+    try:
+        return kind(value)
+    except ValueError:
+        return value
 
 
-def _boolean(text: str) -> bool | str:
-    if text.lower() in _BOOLEANS:
-        return _BOOLEANS[text.lower()]
-    if text.lower() in BOOLEAN_WORDS or fsdp_dialect.strategy_name(text) is not None:
-        return text
-    raise argparse.ArgumentTypeError(f"{text!r} is not true or false")
-
-
-def options_parser(usage: str | None, description: str) -> argparse.ArgumentParser:
+def options_parser(usage: str | None = None, description: str | None = None) -> argparse.ArgumentParser:
     """Return a parser of the flags, with help that is grouped as the configuration is; see `parse_options`.
 
     What is not given is None in its results, or False for switches that take no value. They are not checked.
     """
-    parser = _OptionsParser(
+    parser = _LaunchParser(
         "accel-trainer launch", usage=usage, description=description, add_help=False, allow_abbrev=False
     )
     own = parser.add_argument_group("launcher")
     own.add_argument("-h", "--help", action="help", help="show this and end")
-    types = {"N": int, "SECONDS": float, "NUMBER": float, "true|false": _boolean}
     groups = {title: parser.add_argument_group(text) for title, text in _SECTION_TITLES.items()}
     for flag in dict.fromkeys(launch_flags().values()):
         section = flag.path if flag.key is not None else (flag.path or "").rpartition(".")[0]
         group = own if flag.path is None else groups[section or ""]
-        kind: dict[str, Any] = {"metavar": flag.metavar, "type": types.get(flag.metavar or "", str)}
-        kind = {"action": "store_true"} if flag.takes_no_value else kind
+        kind: dict[str, Any] = {"action": "store_true"} if flag.takes_no_value else {"metavar": flag.metavar}
         names = [f"{'--' if len(name) > 1 else '-'}{name}" for name, known in launch_flags().items() if known is flag]
         group.add_argument(*names, dest=flag.name, help=flag.help.replace("%", "%%"), **kind)
     return parser
@@ -280,34 +268,45 @@ def print_help(words: Sequence[str], command: str, synopsis: str, description: s
     return is_asked
 
 
+def read_flags(argv: Sequence[str], command: str) -> tuple[list[tuple[Flag, Any, str, Sequence[str]]], tuple[str, ...]]:
+    """Return the flags before the script, each with its value, its spelling and its words; and the script and its own.
+
+    Raises:
+        ConfigError: a flag is unknown or lacks its value.
+    """
+    given = []
+    position = 0
+    while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("-", "--"):
+        flag, value, used = _read_flag(argv, position, command)
+        given.append((flag, value, argv[position].partition("=")[0], argv[position : position + used]))
+        position += used
+    if position < len(argv) and argv[position] == "--":
+        position += 1
+    return given, tuple(argv[position:])
+
+
 def parse_options(argv: Sequence[str], command: str) -> Options:
     """Split a command line into our options, and the script with its own.
 
     Raises:
         ConfigError: a flag is unknown, lacks its value, contradicts another, or has a value in a wrong spelling.
     """
-    options = Options()
+    given, rest = read_flags(argv, command)
+    options = Options(rest=rest)
     entries: list[Entry] = []
     sizes: dict[str, Entry] = {}
-    position = 0
-    while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("-", "--"):
-        token = argv[position]
-        flag, value, used = _read_flag(argv, position, command)
-        if flag.name not in _FOR_SCHEDULERS:
-            options.words += tuple(argv[position : position + used])
-        position += used
+    for flag, value, written, words in given:
+        if not (flag.name in _OWN and _OWN[flag.name]["is_for_schedulers"]):
+            options.words += tuple(words)
         if flag.path == _PARALLELISM:
-            sizes[str(flag.key)] = Entry(flag.name, _parse_size(value), token.partition("=")[0], f"--{flag.name}")
+            sizes[str(flag.key)] = Entry(flag.name, _parse_size(value), written, f"--{flag.name}")
         elif flag.path == "fsdp" or _is_strategy_of_fsdp1(flag, value):
-            entries.append(Entry(flag.name, value, token.partition("=")[0], f"--{flag.name}"))
+            entries.append(Entry(flag.name, value, written, f"--{flag.name}"))
         else:
-            _apply(options, flag, value, token)
-    if position < len(argv) and argv[position] == "--":
-        position += 1
+            _apply(options, flag, value, written)
     layer = _fsdp_layer(entries)
     put_parallelism(sizes, layer)
     _take_layer(options, layer)
-    options.rest = tuple(argv[position:])
     return options
 
 
@@ -380,15 +379,9 @@ def _refuse_of_others(written: str, name: str) -> None:
         )
 
 
-def _apply(options: Options, flag: Flag, value: Any, token: str) -> None:
+def _apply(options: Options, flag: Flag, value: Any, written: str) -> None:
     if flag.path is None:
-        if flag.name in _WITHOUT_EFFECT:
-            return
-        if flag.metavar is not None:
-            setattr(options, flag.name, value)
-        else:
-            attribute = {"module": "is_module"}.get(flag.name, flag.name)
-            setattr(options, attribute, str(value).lower() != "false")
+        setattr(options, flag.name, str(value).lower() != "false" if flag.is_switch else value)
         return
     if flag.preset is not None:
         if str(value).lower() == "false":
@@ -399,11 +392,13 @@ def _apply(options: Options, flag: Flag, value: Any, token: str) -> None:
         return
     known = options.flags.get(flag.path)
     if flag.path == "strategy" and known not in (None, value):
-        raise ConfigError(f"{token} asks for strategy {value!r}, and another option for {known!r}; keep one of the two")
+        raise ConfigError(
+            f"{written} asks for strategy {value!r}, and another option for {known!r}; keep one of the two"
+        )
     if flag.path.startswith("fsdp.") and fsdp_dialect.is_known_key(flag.name):
         value = _own_value(flag.path, flag.name, value)
     options.flags[flag.path] = value
-    _note_spelling(options, flag.path, token.partition("=")[0])
+    _note_spelling(options, flag.path, written)
 
 
 def _note_spelling(options: Options, path: str, written: str) -> None:

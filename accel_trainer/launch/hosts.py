@@ -27,8 +27,6 @@ from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, MissingExtraError, did_you_mean
 from accel_trainer.runtime.launchers import DEFAULT_PORT
 
-__all__ = ["HostJob", "agent_options", "plan_hosts", "run_on_hosts"]
-
 # Programs on the PATH that each way to start the machines needs.
 _PROGRAMS = {
     "pdsh": ("pdsh", "ssh"),

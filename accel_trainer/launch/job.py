@@ -5,7 +5,6 @@ Everything that can be wrong is reported here, before the first process starts.
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 import json
 import math
@@ -23,47 +22,33 @@ from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.config.parallel import axis_sizes, check_fewest
 from accel_trainer.config.validation import UNUSED_UNDER, show_plain
 from accel_trainer.errors import MISSING_TORCHAO, ConfigError
-from accel_trainer.launch.default_file import find_default_config
+from accel_trainer.launch.cli import load_command
+from accel_trainer.launch.config_file import find_default_config
 from accel_trainer.launch.flags import Options, parse_options, print_help
 from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts
-from accel_trainer.launch.network import find_interface
-from accel_trainer.launch.outer_job import OuterJob, find_outer_job, job_text, refuse_nesting, submit
-from accel_trainer.launch.tpu import count_tpus, describe_tpu_variables
+from accel_trainer.launch.machine import (
+    VISIBLE_DEVICES,
+    check_gpu_ids,
+    count_devices,
+    count_tpus,
+    describe_tpu_variables,
+    find_interface,
+)
+from accel_trainer.launch.outer_job import OuterJob, find_outer_job, refuse_nesting
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.tracking import mask_secrets, redact
-
-__all__ = [
-    "MIN_PROCESSES",
-    "Job",
-    "check_job",
-    "count_devices",
-    "device_files",
-    "option_rows",
-    "plan_job",
-    "read_options",
-    "resolve_options",
-    "run_job",
-    "run_launch",
-    "run_test",
-    "worker_environment",
-]
 
 # Left by an outer launcher or a job template; the workers get their own, a single process gets none.
 _RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-# Each vendor's runtime reads one of them; the others are without effect.
-_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "HABANA_VISIBLE_DEVICES")
-_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg", "/dev/dri/renderD*", "/dev/accel*", "/dev/davinci[0-9]*")
 # The strategies that a process without a group can run; the capabilities of any other cost an import of torch.
 _WITHOUT_GROUP = ("auto", "single")
 MIN_PROCESSES = {"ddp": 1, "fsdp2": 2}
 """The fewest of strategies that check no configuration themselves: to ask them costs an import of torch, too."""
-_CHECKS = "accel_trainer.launch.self_check"
-_RANK_START = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank_start")
-"""First on the path of a rank that is Python: ctrl-C then prints no traceback of a script that still imports."""
+_CHECKS = "accel_trainer.contrib.self_check"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +76,14 @@ def run_launch(words: Sequence[str]) -> int:
     options = read_options(words, command, os.environ)
     _print_notes(options, command)
     if options.slurm or options.kubernetes:
-        return _run_scheduled(options, words)
+        code: int = load_command("contrib.clusters.submission:run_scheduled")(options, words)
+        return code
     if options.submit or options.image is not None:
         raise ConfigError("--submit and --image are for a job of --slurm or --kubernetes; add one of them")
     if options.dry_run:
         _print_job(plan_job(options, os.environ, words))
         return 0
     return run_job(plan_job(options, os.environ, words))
-
-
-def _run_scheduled(options: Options, words: Sequence[str]) -> int:
-    """Print a job for a scheduler, or hand it over, without a look for devices and files of other machines."""
-    if options.slurm:  # the script may be in the image of a container only
-        _command(options, os.environ)
-    resolved, _ = resolve_options(options, os.environ, None)
-    text = job_text(options, resolved)
-    check_job(resolved, None, options, words)
-    if options.submit and not options.dry_run:
-        return submit(options, text)
-    print(text, end="")
-    return 0
 
 
 def run_test(words: Sequence[str]) -> int:
@@ -126,14 +99,14 @@ def run_test(words: Sequence[str]) -> int:
     if print_help(words, command, "[options as for launch]", description):
         return 0
     options = read_options(words, command, os.environ)
-    if options.rest or options.is_module or options.no_python:
+    if options.rest or options.module or options.no_python:
         raise ConfigError(f"{command} has a script of its own and takes none; to start yours: accel-trainer launch")
     _print_notes(options, command)
     config = resolve_options(options, os.environ, find_outer_job(os.environ))[0].config
     is_open = config.launch.num_processes is None and config.strategy != "single"
     if is_open and not count_devices(config.use_cpu, config.launch.gpu_ids):
         options.flags["launch.num_processes"] = 2 * config.launch.num_machines
-    options.is_module, options.rest = True, (_CHECKS,)
+    options.module, options.rest = True, (_CHECKS,)
     return run_job(plan_job(options, os.environ, [*words, _CHECKS]))
 
 
@@ -187,7 +160,7 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     Raises:
         ConfigError: the job cannot run; the message names the option to change.
     """
-    command = _command(options, environ)
+    command = find_command(options, environ)
     refuse_nesting(environ)
     outer = find_outer_job(environ)
     resolved, launch_text = resolve_options(options, environ, outer)
@@ -200,8 +173,6 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     num_local = num_processes // launch.num_machines if hosts is None else hosts.num_local_processes
     interface = _interface(launch, hosts) if needs_group else None
     environment = worker_environment(environ, resolved, launch_text, num_local, interface)
-    if command[0] == sys.executable and hosts is None:  # a runner of DeepSpeed's is Python, too
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (_RANK_START, environ.get("PYTHONPATH"))))
     if is_rank:
         environment |= {name: environ[name] for name in _RANK_VARIABLES if name in environ}
     return Job(resolved, command, environment, num_local, needs_group, hosts, outer)
@@ -292,7 +263,7 @@ def run_job(job: Job) -> int:
         print(f"accel-trainer launch: {job.outer.describe()}", file=sys.stderr, flush=True)
     if job.hosts is not None:
         return run_on_hosts(job.hosts, job.command, job.environment)
-    _check_gpu_ids(job.resolved, os.environ)
+    check_gpu_ids(job.resolved, os.environ)
     if job.needs_group:
         from accel_trainer.launch.torchrun import AgentJob, run_workers
 
@@ -306,17 +277,22 @@ def run_job(job: Job) -> int:
         ) from error
 
 
-def _command(options: Options, environ: Mapping[str, str]) -> tuple[str, ...]:
+def find_command(options: Options, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the program that every process runs, with its arguments.
+
+    Raises:
+        ConfigError: there is no script, or it is not where it was looked for.
+    """
     if not options.rest:
         raise ConfigError(
             "no script to launch; usage: accel-trainer launch [options] script.py [options of the script]"
         )
     script = options.rest[0]
-    if options.is_module and options.no_python:
+    if options.module and options.no_python:
         raise ConfigError(
             "--module runs a module with python, and --no_python runs without python; give one of the two"
         )
-    if options.is_module:
+    if options.module:
         _check_module(script, environ)
         return (sys.executable, "-m", *options.rest)
     if options.no_python:
@@ -363,46 +339,6 @@ def _num_processes(resolved: Resolved) -> int:
     if config.strategy == "single" or config.launch.num_processes is not None:
         return config.launch.num_processes or 1
     return config.launch.num_machines * max(1, count_devices(config.use_cpu, config.launch.gpu_ids))
-
-
-def count_devices(use_cpu: bool, gpu_ids: str) -> int:
-    """Return the accelerator devices of this machine that a job may use."""
-    if use_cpu:
-        return 0
-    if gpu_ids != "all":
-        return len(gpu_ids.split(","))
-    if num_tpus := count_tpus():
-        return num_tpus
-    if not device_files():
-        return 0  # also spares the import of torch
-    import torch
-
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-
-
-def _check_gpu_ids(resolved: Resolved, environ: Mapping[str, str]) -> None:
-    """Refuse GPUs that this machine does not have: processes that see none would train on the CPU."""
-    ids = resolved.config.launch.gpu_ids
-    if resolved.config.use_cpu or ids == "all":
-        return
-    if not device_files():
-        raise ConfigError(
-            f"{resolved.describe('launch.gpu_ids')}, and this machine has no GPU; pass --cpu to train on the CPU, or "
-            "leave gpu_ids out"
-        )
-    if any(name in environ for name in (*_VISIBLE_DEVICES, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")):
-        return  # only the visible devices can be counted
-    count = count_devices(False, "all")
-    if max(map(int, ids.split(","))) >= count:
-        raise ConfigError(
-            f"{resolved.describe('launch.gpu_ids')}, and this machine has {count} GPU(s), numbered from 0; name some "
-            "of those"
-        )
-
-
-def device_files() -> list[str]:
-    """Return the files that drivers of accelerators have made on this machine. torch is not imported for that."""
-    return sorted(path for pattern in _DEVICE_FILES for path in glob.glob(pattern))
 
 
 def _without_count(words: Sequence[str]) -> list[str]:
@@ -504,7 +440,7 @@ def worker_environment(
         # DeepSpeed takes the accelerator that it finds, whatever the job runs on.
         variables["DS_ACCELERATOR"] = "cpu"
     if launch.gpu_ids != "all" and not resolved.config.use_cpu:
-        variables |= dict.fromkeys(_VISIBLE_DEVICES, launch.gpu_ids)
+        variables |= dict.fromkeys(VISIBLE_DEVICES, launch.gpu_ids)
     if launch.num_cpu_threads_per_process is not None:
         variables["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
     elif num_local > 1:

@@ -35,11 +35,10 @@ from accel_trainer.config import LaunchConfig, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.launch.job import worker_environment
-from accel_trainer.launch.network import find_interface
+from accel_trainer.launch.machine import count_tpus, find_interface, set_tpu_variables
 from accel_trainer.launch.outer_job import refuse_nesting
 from accel_trainer.launch.rendezvous import build_rendezvous
 from accel_trainer.launch.torchrun import AGENT_LOGGERS, log_destination, worker_variables
-from accel_trainer.launch.tpu import count_tpus, set_tpu_variables
 from accel_trainer.runtime.process import destroy_process_group
 from accel_trainer.runtime.rank_watch import current_watch
 

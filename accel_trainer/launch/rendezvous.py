@@ -28,8 +28,6 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.logging import write_stderr
 from accel_trainer.runtime.launchers import DEFAULT_PORT, bracket_ipv6
 
-__all__ = ["BoundRendezvous", "Launchers", "MachineFailure", "build_rendezvous", "hosts_store", "parse_settings"]
-
 _LOOPBACK = "127.0.0.1"
 
 # A job has 600 s to come together: machines boot, containers are pulled. Later steps have limits of their own.

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from accel_trainer.config import read_file
 from accel_trainer.errors import ConfigError
-from accel_trainer.launch.default_file import default_config_path, find_default_config
+from accel_trainer.launch.config_file import default_config_path, find_default_config
 from accel_trainer.launch.flags import print_help
-from accel_trainer.launch.job import check_job, device_files, option_rows, read_options, resolve_options
+from accel_trainer.launch.job import check_job, option_rows, read_options, resolve_options
+from accel_trainer.launch.machine import device_files
 from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
 from accel_trainer.tracking import mask_secrets, redact
-
-__all__ = ["env_parser", "environment_facts", "run_env", "run_explain"]
 
 _PACKAGES = ("torch", "numpy", "transformers", "datasets", "evaluate", "safetensors", "huggingface_hub", "deepspeed")
 _REPORTED_PREFIXES = (

@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError, HangError
+from accel_trainer.launch.machine import set_tpu_variables
 from accel_trainer.launch.rendezvous import (
     BoundRendezvous,
     Launchers,
@@ -38,17 +39,8 @@ from accel_trainer.launch.rendezvous import (
     build_rendezvous,
     hosts_store,
 )
-from accel_trainer.launch.tpu import set_tpu_variables
 from accel_trainer.logging import write_stderr
-
-__all__ = [
-    "AGENT_LOGGERS",
-    "AgentJob",
-    "log_destination",
-    "run_workers",
-    "shell_code",
-    "worker_variables",
-]
+from accel_trainer.runtime.torch_private import end_restarts, remaining_restarts
 
 # The workers may need this long to save after a signal; torch's agent kills after 30 s, in the middle of a large
 # checkpoint.
@@ -278,7 +270,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         self._see_ended()
         if any(exit_.code in _FINAL_CODES for exit_ in self.exits):
-            self._remaining_restarts = 0
+            end_restarts(self)
             self._let_end(self._grace)  # torch would end the others at once
         by_themselves = list(self.exits)  # torch ends the others as soon as it has seen one fail
         if any(exit_.code == HangError.exit_code for exit_ in self.exits):
@@ -288,15 +280,15 @@ class _Agent(LocalElasticAgent):
         if result.state == WorkerState.FAILED:
             self._take_codes(result.failures, looked_at)
             if any(exit_.code in _FINAL_CODES for exit_ in self.exits):
-                self._remaining_restarts = 0
+                end_restarts(self)
             # One with an exit code, beside the first, has failed because of that one, as a rule.
             self._num_lost = max(1, sum(exit_.code < 0 for exit_ in by_themselves))
         failure = self.failure_elsewhere()
         if failure is None or result.state != WorkerState.HEALTHY:
             return result
         if not failure.may_come_back:
-            self._remaining_restarts = 0  # the job has ended there
-        _report_machine(failure, starts_again=self._remaining_restarts > 0)
+            end_restarts(self)  # the job has ended there
+        _report_machine(failure, starts_again=remaining_restarts(self) > 0)
         return RunResult(state=WorkerState.FAILED)
 
     def _see_ended(self) -> None:
@@ -343,7 +335,7 @@ class _Agent(LocalElasticAgent):
 
     def tell(self, exit_: _Exit) -> None:
         """Tell the launchers of the other machines that a worker has failed here."""
-        if self._launchers is not None and (self._is_static or not self._remaining_restarts):
+        if self._launchers is not None and (self._is_static or not remaining_restarts(self)):
             self._launchers.tell(shell_code(exit_.code), _describe(exit_))
 
     def leave(self, code: int) -> None:

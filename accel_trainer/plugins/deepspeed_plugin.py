@@ -267,13 +267,7 @@ class DeepSpeedPlugin(OptionObject):
     ) -> None:
         """Put `kwargs[ds_key_long]` where "auto" stands, or compare it with the value that stands there.
 
-        Args:
-            ds_key_long: dotted path; nothing happens where its section is missing.
-            mismatches: gets a line where the two differ.
-            must_match: False takes any value that stands there.
-
-        Raises:
-            ConfigError: "auto" stands there, and `kwargs` has no value for it.
+        Nothing happens where its section is missing. `mismatches` gets a line where `must_match` and the two differ.
         """
         node, name = self.hf_ds_config.find_config_node(ds_key_long)
         if node is None:
@@ -300,11 +294,8 @@ class DeepSpeedPlugin(OptionObject):
         """Put the values of `kwargs`, by dotted path, where "auto" stands, and compare them with all others.
 
         Args:
-            prefix: beginning of the paths of `config`, which is a section; empty for the full configuration.
+            prefix: beginning of the paths of `config`, which is a section; None is the full configuration.
             mismatches: gets a line for each difference, which is then no error.
-            config: the section; None is the full configuration.
-            must_match: False takes any value that stands there.
-            kwargs: values by dotted path.
 
         Raises:
             ConfigError: an "auto" has no value, or values differ; all of them at once.
@@ -341,11 +332,7 @@ class DeepSpeedPlugins:
 
     @classmethod
     def of(cls, single: Any, several: Mapping[str, DeepSpeedPlugin] | None) -> DeepSpeedPlugins:
-        """Return the plugins that an Accelerator was given; the first of several is in use first.
-
-        Raises:
-            ConfigError: both arguments were given, or something that is no plugin.
-        """
+        """Return the plugins that an Accelerator was given; the first of several is in use first."""
         if single is not None and several is not None:
             raise ConfigError("deepspeed_plugin and deepspeed_plugins were both given; pass one of them")
         given = several if several is not None else single
@@ -368,14 +355,9 @@ class DeepSpeedPlugins:
     def resolve(
         self, first: Resolved, facts: Capabilities, resolve_with: Callable[[DeepSpeedPlugin], Resolved]
     ) -> None:
-        """Resolve the configuration of each plugin. One is made where none was given and DeepSpeed runs.
+        """Resolve the configuration of each plugin, of which `first` is that with the first one, by `resolve_with`.
 
-        Args:
-            first: the configuration with the first plugin.
-            resolve_with: returns the Accelerator's configuration with a plugin.
-
-        Raises:
-            ConfigError: an option of one of them cannot be.
+        A plugin is made where none was given and DeepSpeed runs.
         """
         if not self.plugins and facts.distributed_type == "DEEPSPEED":
             self.plugins[_ONLY] = DeepSpeedPlugin(hf_ds_config=dict(first.config.deepspeed))
@@ -408,10 +390,6 @@ class DeepSpeedPlugins:
                 f"has {known}. Pass Accelerator(deepspeed_plugins={{{name!r}: DeepSpeedPlugin(...)}})"
             )
         return self.plugins[name]
-
-
-EnginePlugins = DeepSpeedPlugins
-"""The name of the class in pickles of 0.1."""
 
 
 class DummyOptim:

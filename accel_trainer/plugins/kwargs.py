@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import profiler
 
-from accel_trainer.checkpoint.commit.retry import SaveErrorAction, SavePolicy
+from accel_trainer.checkpoint.background import SaveErrorAction, SavePolicy
 from accel_trainer.config import CompileConfig, field_specs
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.strategies.comm_hooks import CommHook, DDPCommunicationHookType
@@ -50,9 +50,13 @@ class OptionObject:
         default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
+    section: ClassVar[str] = ""
+    """Of the configuration that has the options under the same names, if one has."""
+
     def explicit(self) -> dict[str, Any]:
-        """Return the options that were set, by dotted path of the configuration."""
-        return {}
+        """Return the options that were set and that the configuration has, by dotted path: it knows their origin."""
+        paths = {f"{self.section}.{name}": value for name, value in self.given().items()}
+        return {path: value for path, value in paths.items() if path in field_specs()}
 
     def objects(self) -> dict[str, Any]:
         """Return those that no configuration file can hold, by the name of a field of AcceleratorOptions."""
@@ -92,6 +96,7 @@ class AutocastKwargs(KwargsHandler):
 class AORecipeKwargs(KwargsHandler):
     """How torchao computes in fp8, with `mixed_precision="fp8"`; None leaves an option as configured."""
 
+    section: ClassVar[str] = "fp8"
     config: Any = None
     """torchao's Float8LinearConfig, which then says everything; None is made of the options."""
     module_filter_func: Callable[[Any, str], bool] | None = None
@@ -107,15 +112,12 @@ class AORecipeKwargs(KwargsHandler):
                 f"AORecipeKwargs was given config and {beside}, which the config says, too; pass one of them"
             )
 
-    def explicit(self) -> dict[str, Any]:
-        """Return the two options that the configuration has, by their paths."""
-        return {f"fp8.{name}": value for name, value in self.given().items() if f"fp8.{name}" in field_specs()}
-
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of torch's DistributedDataParallel; None leaves an option as configured."""
 
+    section: ClassVar[str] = "ddp"
     dim: int | None = None
     broadcast_buffers: bool | None = None
     bucket_cap_mb: int | None = None
@@ -145,11 +147,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """
         hook = CommHook(self.comm_hook, self.comm_wrapper, self.comm_state_option)
         return hook if hook.changes_gradients else None
-
-    def explicit(self) -> dict[str, Any]:
-        """Return the options that the configuration has, too, by their paths: it knows where each value came from."""
-        paths = {f"ddp.{name}": value for name, value in self.given().items()}
-        return {path: value for path, value in paths.items() if path in field_specs()}
 
     def objects(self) -> dict[str, Any]:
         """Return the communication hook, and the options that the configuration has not."""
@@ -322,6 +319,7 @@ class TorchDynamoPlugin(OptionObject):
 class DataLoaderConfiguration(OptionObject):
     """How prepared loaders shard their data over the ranks. Field by field: `config.DataConfig`."""
 
+    section: ClassVar[str] = "data"
     split_batches: bool | None = None
     dispatch_batches: bool | None = None
     even_batches: bool | None = None
@@ -332,15 +330,12 @@ class DataLoaderConfiguration(OptionObject):
     prefetch_to_device: bool | None = None
     pin_memory: bool | None = None
 
-    def explicit(self) -> dict[str, Any]:
-        """Return the options that were set, by dotted path."""
-        return {f"data.{name}": value for name, value in self.given().items()}
-
 
 @dataclass
 class GradientAccumulationPlugin(OptionObject):
     """How many micro-batches make an update, and when gradients are exchanged. None leaves an option as configured."""
 
+    section: ClassVar[str] = "accumulation"
     num_steps: int | None = None
     adjust_scheduler: bool | None = None
     """Taken for scripts that set it; a schedule always steps once per update, so False is refused."""
@@ -355,10 +350,6 @@ class GradientAccumulationPlugin(OptionObject):
                 "GradientAccumulationPlugin(adjust_scheduler=False): a prepared scheduler steps once per update; pass "
                 "Accelerator(step_scheduler_with_optimizer=False) and step it when you like"
             )
-
-    def explicit(self) -> dict[str, Any]:
-        """Return the options that were set, by dotted path."""
-        return {f"accumulation.{name}": value for name, value in self.given().items() if name != "adjust_scheduler"}
 
     def objects(self) -> dict[str, Any]:
         """Return the options that `GradientState.plugin_kwargs` shows."""

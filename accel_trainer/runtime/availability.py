@@ -16,7 +16,7 @@ import platform
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from packaging.version import Version, parse
@@ -26,80 +26,25 @@ from accel_trainer.logging import get_logger
 from accel_trainer.runtime.variables import get_int_from_env, parse_flag_from_env, patch_environment
 
 __all__ = [
-    "STR_OPERATION_TO_FUNC",
-    "CPUInformation",
-    "check_cuda_fp8_capability",
-    "check_cuda_p2p_ib_support",
-    "check_os_kernel",
-    "compare_versions",
-    "get_cpu_distributed_information",
-    "get_current_device_type",
-    "get_driver_version",
-    "get_gpu_info",
-    "is_4bit_bnb_available",
-    "is_8bit_bnb_available",
-    "is_aim_available",
-    "is_amdsmi_available",
-    "is_bf16_available",
-    "is_bitsandbytes_multi_backend_available",
-    "is_bnb_available",
-    "is_boto3_available",
-    "is_clearml_available",
-    "is_comet_ml_available",
-    "is_cuda_available",
-    "is_datasets_available",
-    "is_deepspeed_available",
-    "is_dvclive_available",
-    "is_fp8_available",
-    "is_fp16_available",
-    "is_habana_gaudi1",
-    "is_hpu_available",
-    "is_import_timer_available",
-    "is_lomo_available",
-    "is_matplotlib_available",
-    "is_megatron_lm_available",
-    "is_mlflow_available",
-    "is_mlu_available",
-    "is_mps_available",
-    "is_msamp_available",
-    "is_musa_available",
-    "is_neuron_available",
-    "is_npu_available",
-    "is_numpy_available",
-    "is_pandas_available",
-    "is_peft_available",
-    "is_pippy_available",
-    "is_pynvml_available",
-    "is_pytest_available",
-    "is_rich_available",
-    "is_rocm_available",
-    "is_sagemaker_available",
-    "is_schedulefree_available",
-    "is_sdaa_available",
-    "is_swanlab_available",
-    "is_tensorboard_available",
-    "is_timm_available",
-    "is_torch_distributed_available",
-    "is_torch_version",
-    "is_torch_xla_available",
-    "is_torchao_available",
-    "is_torchdata_available",
-    "is_torchdata_stateful_dataloader_available",
-    "is_torchvision_available",
-    "is_tqdm_available",
-    "is_trackio_available",
-    "is_transformer_engine_available",
-    "is_transformer_engine_mxfp8_available",
-    "is_transformers_available",
-    "is_triton_available",
-    "is_wandb_available",
-    "is_weights_only_available",
-    "is_xccl_available",
-    "is_xpu_available",
-    "override_numa_affinity",
-    "set_numa_affinity",
-    "torchao_required",
-]
+    "STR_OPERATION_TO_FUNC", "CPUInformation", "check_cuda_fp8_capability", "check_cuda_p2p_ib_support",
+    "check_os_kernel", "compare_versions", "get_cpu_distributed_information", "get_current_device_type",
+    "get_driver_version", "get_gpu_info", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
+    "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available",
+    "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_cuda_available",
+    "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp8_available",
+    "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_import_timer_available", "is_lomo_available",
+    "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available", "is_mlu_available",
+    "is_mps_available", "is_msamp_available", "is_musa_available", "is_neuron_available", "is_npu_available",
+    "is_numpy_available", "is_pandas_available", "is_peft_available", "is_pippy_available", "is_pynvml_available",
+    "is_pytest_available", "is_rich_available", "is_rocm_available", "is_sagemaker_available",
+    "is_schedulefree_available", "is_sdaa_available", "is_swanlab_available", "is_tensorboard_available",
+    "is_timm_available", "is_torch_distributed_available", "is_torch_version", "is_torch_xla_available",
+    "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available",
+    "is_torchvision_available", "is_tqdm_available", "is_trackio_available", "is_transformer_engine_available",
+    "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available",
+    "is_wandb_available", "is_weights_only_available", "is_xccl_available", "is_xpu_available",
+    "override_numa_affinity", "set_numa_affinity", "torchao_required",
+]  # fmt: skip
 
 logger = get_logger(__name__)
 
@@ -169,6 +114,72 @@ def _has_device(kind: str) -> bool:
     return backend is not None and bool(backend.is_available())
 
 
+def _asks_package(package: str, *distributions: str, at_least: str | None = None) -> Callable[[], bool]:
+    """Return the question whether a package is installed; see `_is_installed`."""
+
+    def is_available() -> bool:
+        return _is_installed(package, *distributions, at_least=at_least)
+
+    found = f"{package}{f' {at_least} or later' if at_least else ''}"
+    is_available.__doc__ = f"Return whether {found} is installed."
+    return is_available
+
+
+class _AsksDevice(Protocol):
+    def __call__(self, check_device: bool = False) -> bool: ...
+
+
+def _asks_device(kind: str, maker: str) -> _AsksDevice:
+    def is_available(check_device: bool = False) -> bool:
+        return _has_device(kind)
+
+    is_available.__doc__ = (
+        f"Return whether there is a device of {maker}. `check_device` changes nothing: a device is always looked for."
+    )
+    return is_available
+
+
+# One line a package: what is imported, the distributions that bring it where those have other names, the oldest.
+is_import_timer_available = _asks_package("import_timer")
+is_pynvml_available = _asks_package("pynvml", "nvidia-ml-py", "pynvml")
+is_amdsmi_available = _asks_package("amdsmi")
+is_pytest_available = _asks_package("pytest")
+is_msamp_available = _asks_package("msamp", "ms-amp")
+is_schedulefree_available = _asks_package("schedulefree")
+is_lomo_available = _asks_package("lomo_optim", "lomo-optim")
+is_torchao_available = _asks_package("torchao", at_least="0.6.1")
+is_deepspeed_available = _asks_package("deepspeed")
+is_torchvision_available = _asks_package("torchvision")
+is_transformers_available = _asks_package("transformers")
+is_datasets_available = _asks_package("datasets")
+is_peft_available = _asks_package("peft")
+is_timm_available = _asks_package("timm")
+is_triton_available = _asks_package(
+    "triton", "triton", "triton-xpu", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-rocm"
+)
+is_wandb_available = _asks_package("wandb")
+is_comet_ml_available = _asks_package("comet_ml", "comet-ml")
+is_swanlab_available = _asks_package("swanlab")
+is_trackio_available = _asks_package("trackio")
+is_clearml_available = _asks_package("clearml")
+is_dvclive_available = _asks_package("dvclive")
+is_mlflow_available = _asks_package("mlflow", "mlflow", "mlflow-skinny")
+is_boto3_available = _asks_package("boto3")
+is_sagemaker_available = _asks_package("sagemaker")
+is_tqdm_available = _asks_package("tqdm")
+is_pandas_available = _asks_package("pandas")
+is_matplotlib_available = _asks_package("matplotlib")
+is_torchdata_available = _asks_package("torchdata")
+is_torchdata_stateful_dataloader_available = _asks_package("torchdata", at_least="0.8.0")
+
+is_mlu_available = _asks_device("mlu", "Cambricon")
+is_musa_available = _asks_device("musa", "Moore Threads")
+is_npu_available = _asks_device("npu", "Ascend")
+is_sdaa_available = _asks_device("sdaa", "Tecorigin")
+is_xpu_available = _asks_device("xpu", "Intel")
+is_neuron_available = _asks_device("neuron", "AWS")
+
+
 def is_torch_distributed_available() -> bool:
     """Return whether torch was built with distributed communication."""
     return torch.distributed.is_available()
@@ -194,36 +205,6 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
     return _is_installed("numpy", at_least=min_version)
 
 
-def is_import_timer_available() -> bool:
-    """Return whether import-timer is installed."""
-    return _is_installed("import_timer")
-
-
-def is_pynvml_available() -> bool:
-    """Return whether NVIDIA's management library can be imported, from nvidia-ml-py or pynvml."""
-    return _is_installed("pynvml", "nvidia-ml-py", "pynvml")
-
-
-def is_amdsmi_available() -> bool:
-    """Return whether AMD's management library is installed."""
-    return _is_installed("amdsmi")
-
-
-def is_pytest_available() -> bool:
-    """Return whether pytest is installed."""
-    return _is_installed("pytest")
-
-
-def is_msamp_available() -> bool:
-    """Return whether MS-AMP is installed."""
-    return _is_installed("msamp", "ms-amp")
-
-
-def is_schedulefree_available() -> bool:
-    """Return whether schedulefree is installed."""
-    return _is_installed("schedulefree")
-
-
 def is_transformer_engine_available() -> bool:
     """Return whether TransformerEngine, or Intel's on Gaudi, is installed."""
     if is_hpu_available():
@@ -238,21 +219,6 @@ def is_transformer_engine_mxfp8_available() -> bool:
     from transformer_engine.pytorch.fp8 import check_mxfp8_support  # type: ignore[import-not-found]
 
     return bool(check_mxfp8_support()[0])
-
-
-def is_lomo_available() -> bool:
-    """Return whether lomo-optim is installed."""
-    return _is_installed("lomo_optim", "lomo-optim")
-
-
-def is_torchao_available() -> bool:
-    """Return whether torchao 0.6.1 or later is installed."""
-    return _is_installed("torchao", at_least="0.6.1")
-
-
-def is_deepspeed_available() -> bool:
-    """Return whether DeepSpeed is installed."""
-    return _is_installed("deepspeed")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
@@ -279,41 +245,9 @@ def is_bitsandbytes_multi_backend_available() -> bool:
     return "multi_backend" in getattr(bitsandbytes, "features", set())
 
 
-def is_torchvision_available() -> bool:
-    """Return whether torchvision is installed."""
-    return _is_installed("torchvision")
-
-
 def is_megatron_lm_available() -> bool:
     """Return False: Megatron-LM is not offered, installed or not."""
     return False
-
-
-def is_transformers_available() -> bool:
-    """Return whether transformers is installed."""
-    return _is_installed("transformers")
-
-
-def is_datasets_available() -> bool:
-    """Return whether datasets is installed."""
-    return _is_installed("datasets")
-
-
-def is_peft_available() -> bool:
-    """Return whether PEFT is installed."""
-    return _is_installed("peft")
-
-
-def is_timm_available() -> bool:
-    """Return whether timm is installed."""
-    return _is_installed("timm")
-
-
-def is_triton_available() -> bool:
-    """Return whether Triton, from any of its distributions, is installed."""
-    return _is_installed(
-        "triton", "triton", "triton-xpu", "pytorch-triton", "pytorch-triton-xpu", "pytorch-triton-rocm"
-    )
 
 
 def is_aim_available() -> bool:
@@ -326,79 +260,9 @@ def is_tensorboard_available() -> bool:
     return _is_installed("tensorboard") or _is_installed("tensorboardX")
 
 
-def is_wandb_available() -> bool:
-    """Return whether wandb is installed."""
-    return _is_installed("wandb")
-
-
-def is_comet_ml_available() -> bool:
-    """Return whether comet-ml is installed."""
-    return _is_installed("comet_ml", "comet-ml")
-
-
-def is_swanlab_available() -> bool:
-    """Return whether SwanLab is installed."""
-    return _is_installed("swanlab")
-
-
-def is_trackio_available() -> bool:
-    """Return whether trackio is installed."""
-    return _is_installed("trackio")
-
-
-def is_clearml_available() -> bool:
-    """Return whether ClearML is installed."""
-    return _is_installed("clearml")
-
-
-def is_dvclive_available() -> bool:
-    """Return whether DVCLive is installed."""
-    return _is_installed("dvclive")
-
-
-def is_mlflow_available() -> bool:
-    """Return whether MLflow, whole or skinny, is installed."""
-    return _is_installed("mlflow", "mlflow", "mlflow-skinny")
-
-
-def is_boto3_available() -> bool:
-    """Return whether boto3 is installed."""
-    return _is_installed("boto3")
-
-
-def is_sagemaker_available() -> bool:
-    """Return whether SageMaker's SDK is installed."""
-    return _is_installed("sagemaker")
-
-
 def is_rich_available() -> bool:
     """Return False: tracebacks are not coloured here, and nothing reads ACCELERATE_ENABLE_RICH."""
     return False
-
-
-def is_tqdm_available() -> bool:
-    """Return whether tqdm is installed."""
-    return _is_installed("tqdm")
-
-
-def is_pandas_available() -> bool:
-    """Return whether pandas is installed."""
-    return _is_installed("pandas")
-
-
-def is_matplotlib_available() -> bool:
-    """Return whether Matplotlib is installed."""
-    return _is_installed("matplotlib")
-
-
-def is_torchdata_available() -> bool:
-    """Return whether torchdata is installed."""
-    return _is_installed("torchdata")
-
-
-def is_torchdata_stateful_dataloader_available() -> bool:
-    """Return whether torchdata with StatefulDataLoader (0.8.0 or later) is installed."""
-    return _is_installed("torchdata", at_least="0.8.0")
 
 
 def is_cuda_available() -> bool:
@@ -420,26 +284,6 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
-def is_mlu_available(check_device: bool = False) -> bool:
-    """Return whether there is a Cambricon MLU. `check_device` changes nothing: a device is always looked for."""
-    return _has_device("mlu")
-
-
-def is_musa_available(check_device: bool = False) -> bool:
-    """Return whether there is a Moore Threads GPU. `check_device` changes nothing: a device is always looked for."""
-    return _has_device("musa")
-
-
-def is_npu_available(check_device: bool = False) -> bool:
-    """Return whether there is an Ascend NPU. `check_device` changes nothing: a device is always looked for."""
-    return _has_device("npu")
-
-
-def is_sdaa_available(check_device: bool = False) -> bool:
-    """Return whether there is a Tecorigin SDAA. `check_device` changes nothing: a device is always looked for."""
-    return _has_device("sdaa")
-
-
 def is_hpu_available(init_hccl: bool = False) -> bool:
     """Return whether there is a Gaudi HPU. `init_hccl` changes nothing: the process group loads its backend."""
     return _has_device("hpu")
@@ -448,16 +292,6 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 def is_habana_gaudi1() -> bool:
     """Return False: the first Gaudi is not supported by any torch that is supported here."""
     return False
-
-
-def is_xpu_available(check_device: bool = False) -> bool:
-    """Return whether there is an Intel GPU. `check_device` changes nothing: a device is always looked for."""
-    return _has_device("xpu")
-
-
-def is_neuron_available(check_device: bool = False) -> bool:
-    """Return whether there is an AWS Neuron device. `check_device` changes nothing: a device is always looked for."""
-    return _has_device("neuron")
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:

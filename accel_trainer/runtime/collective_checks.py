@@ -21,18 +21,10 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_watch import CallRecord, RankWatch, current_watch
 from accel_trainer.runtime.tensor_trees import is_tensor
-from accel_trainer.runtime.whereabouts import users_line
+from accel_trainer.runtime.whereabouts import mark_collectives, users_line
 from accel_trainer.tree import leaves
 
-__all__ = [
-    "UNEVEN_HINT",
-    "check_same_call",
-    "describe_leaves",
-    "describe_rows",
-    "note_call",
-    "raise_difference",
-    "recording_watch",
-]
+mark_collectives(__file__)
 
 UNEVEN_HINT = ", pass pad_index= or as_samples=True where they may differ,"
 _CALLS_PER_CHECK = 64
@@ -71,6 +63,7 @@ def note_call(
     if checked is not None:
         doing = f"{name} in update {PROGRESS.updates}"
         mine = json.dumps([doing, users_line(), list(checked)])
+        # Through the store: a collective would meet the very one that a rank has called in the place of this one.
         everyone = [json.loads(text) for text in watch.exchange(mine, doing)]
         _check_operations(name, everyone)
         _check_leaves(name, [entries for _, _, entries in everyone], way_out)
@@ -82,6 +75,8 @@ def note_call(
 def recording_watch(process: ProcessContext) -> RankWatch | None:
     """Return the watch that notes this thread's collectives over `process`; None where nothing is noted."""
     watch = current_watch()
+    # A thread of its own, of a save in the background for one, calls at any time of the loop's: its place in the order
+    # differs between ranks.
     is_noted = watch is not None and process.is_distributed and process.group is None and watch.is_in_loop
     return watch if is_noted else None
 
@@ -111,6 +106,7 @@ def raise_difference(watch: RankWatch, doing: str) -> NoReturn:
     """
     mine = json.dumps((watch.calls.number, list(watch.calls.last)))
     records = [json.loads(text) for text in watch.exchange(mine, doing)]
+    # Who catches the error begins at one point on all ranks: the old difference would be found again at each vote.
     watch.calls = CallRecord()
     raise DesyncError(
         f"the ranks have called different collectives: {_find_difference(records)}. Values that they have exchanged "

@@ -30,20 +30,9 @@ from accel_trainer.runtime.transport import (
     to_sendable,
 )
 from accel_trainer.runtime.uneven_gather import check_pad_value, check_uneven_options, gather_any_shapes
+from accel_trainer.runtime.whereabouts import mark_collectives
 
-__all__ = [
-    "ReduceOp",
-    "all_gather_integers",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "pad_across_processes",
-    "reduce",
-    "scatter_objects",
-]
+mark_collectives(__file__)
 
 
 class ReduceOp(StrEnum):
@@ -144,6 +133,7 @@ def reduce(
         raise ConfigError(
             f"unknown reduction {reduction!r}, expected one of {', '.join(known)}{did_you_mean(str(reduction), known)}"
         ) from None
+    # "none" does not communicate: ranks need not call it equally often.
     if op is not ReduceOp.NONE:
         note_call(f"reduce({op.value})", process, data, checked=describe_leaves(data) if debug else None)
 
@@ -169,6 +159,7 @@ def broadcast(data: Any, process: ProcessContext, from_process: int = 0, *, debu
     def apply(tensor: Tensor) -> Tensor:
         if not process.is_distributed:
             return tensor
+        # A copy: the collective writes into what it is given, and `data` stays as it is.
         wire = to_sendable(tensor, process).clone(memory_format=torch.contiguous_format)
         dist.broadcast(as_sendable_dtype(wire), group=process.group, group_src=from_process)
         return wire.to(tensor.device)
@@ -269,6 +260,7 @@ def pad_across_processes(
         return data
     if not process.is_distributed:
         return data
+    # Before the exchange, on every rank: those that have to pad would find out alone, and leave the others waiting.
     for tensor in tensors:
         check_pad_value(pad_index, tensor.dtype)
     note_call("pad_across_processes", process, checked=describe_rows(tensors, None) if debug else None)
@@ -281,6 +273,7 @@ def pad_across_processes(
     return map_tensors("pad_across_processes", lambda t: _pad(t, dim, next(targets), pad_index, pad_first), data)
 
 
+# A mean is a sum here: torch's AVG is for nccl alone, and integers have a mean that is none.
 _TORCH_OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
     ReduceOp.MEAN: dist.ReduceOp.SUM,
@@ -297,6 +290,7 @@ def _reduce_tensor(tensor: Tensor, process: ProcessContext, op: ReduceOp) -> Ten
         dtype = torch.int64
     reduced = tensor.detach()
     if process.is_distributed:
+        # As bytes, which carry other dtypes elsewhere, values cannot be added up: a wider dtype carries them.
         carried = dtype
         if not (tensor.is_complex() or dtype in SENDABLE_DTYPES - {torch.bool}):
             carried = torch.float32 if is_float else torch.int64

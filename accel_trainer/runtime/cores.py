@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["cores_of_rank", "usable_cores"]
-
 _FILE_SYSTEM = Path("/")
 
 
@@ -17,12 +15,10 @@ def usable_cores() -> int:
 
 
 def cores_of_rank(local_world_size: int) -> int:
-    """Return the number of cores that are this rank's own when the ranks of its node share them alike, 1 at least.
-
-    A launcher may have bound each rank to cores of its own. The launcher, parent of the ranks, still has all of them in
-    its mask: they are shared out, and not the few that are this rank's already.
-    """
+    """Return the number of cores that are this rank's own when the ranks of its node share them alike, 1 at least."""
     own = _cores_in_mask(0)
+    # A launcher may have bound each rank to cores of its own. The launcher, parent of the ranks, still has all of them
+    # in its mask: they are shared out, and not the few that are this rank's already.
     shared = min(max(own, _cores_in_mask(os.getppid())), _cores_in_quota())
     return max(1, min(own, shared // local_world_size))
 
@@ -37,11 +33,9 @@ def _cores_in_mask(pid: int) -> int:
 
 
 def _cores_in_quota() -> int:
-    """Return the least quota of this process's cgroups and of those above them, rounded up to full cores.
-
-    A container's quota leaves `os.cpu_count()` and the mask as they are: with 64 threads on a quota of 4 cores, all
-    threads are halted for most of each period (https://docs.kernel.org/scheduler/sched-bwc.html).
-    """
+    """Return the least quota of this process's cgroups and of those above them, rounded up to full cores."""
+    # A container's quota leaves `os.cpu_count()` and the mask as they are: with 64 threads on a quota of 4 cores, all
+    # threads are halted for most of each period (https://docs.kernel.org/scheduler/sched-bwc.html).
     limits = [-(-quota // period) for quota, period in _quotas() if quota > 0 and period > 0]
     return min(limits, default=os.cpu_count() or 1)
 

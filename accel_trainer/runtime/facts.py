@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-__all__ = ["FactBoard", "find_difference"]
-
 _KEPT = 4
 
 
@@ -47,6 +45,7 @@ class FactBoard:
 
     def post(self, update: int, facts: Mapping[str, str]) -> None:
         """Give the facts of this rank after an update, which all ranks post. From the loop; returns at once."""
+        # No lock: append() and popleft() of a deque are atomic, and the loop waits for no thread.
         self._posted.append((update, facts))
 
     def pass_on(self) -> bool:
@@ -61,6 +60,7 @@ class FactBoard:
             if self._store.check(keys):
                 self._open.remove(update)
                 difference = find_difference([json.loads(text) for text in self._store.multi_get(keys)])
+                # By rank 0, which alone reads them: the store would grow with the run.
                 for key in keys:
                     self._store.delete_key(key)
                 if difference:

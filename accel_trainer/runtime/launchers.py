@@ -9,16 +9,6 @@ from dataclasses import dataclass
 
 from accel_trainer.errors import ProcessGroupError
 
-__all__ = [
-    "DEFAULT_PORT",
-    "LaunchInfo",
-    "bracket_ipv6",
-    "find_launch_info",
-    "first_slurm_host",
-    "get_free_port",
-    "is_port_in_use",
-]
-
 DEFAULT_PORT = 29500  # torchrun's
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _INTEL_MPI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
@@ -162,6 +152,7 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo | None:
         info = _from_torchrun(environ)
     elif "OMPI_COMM_WORLD_SIZE" in environ:
         info = _from_mpi(environ, *_OPEN_MPI)
+    # srun can set the variables of PMI, too, for its own tasks.
     elif "PMI_SIZE" in environ and "PMI_RANK" in environ and "SLURM_PROCID" not in environ:
         info = _from_mpi(environ, *_INTEL_MPI)
     elif "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:

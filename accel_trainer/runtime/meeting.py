@@ -10,15 +10,14 @@ import torch.distributed as dist
 from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import group_timeout, second_store
-
-__all__ = ["Meeting"]
+from accel_trainer.runtime.whereabouts import waits
 
 _POLL_SECONDS = 0.05
+# With very many ranks they look more seldom: the store serves about 2,000 questions a second of all of them.
 _POLL_SECONDS_PER_RANK = 0.0005
-"""With very many ranks they look more seldom: the store serves about 2,000 questions a second of all of them."""
 _LEFT = "left"
+# For a question on its way to a store whose machine is gone.
 _JOIN_SECONDS = 10.0
-"""For a question on its way to a store whose machine is gone."""
 
 _meetings = itertools.count()
 
@@ -27,12 +26,8 @@ class Meeting:
     """The position at which all ranks meet, once one of them has called for that.
 
     Ranks pass the same numbered positions, 1, 2, 3, ..., each at its own pace: they wait for each other in collectives
-    between, or hardly ever where a device runs behind. A rank that calls a meeting may not wait for the others where it
-    is: one of them may have passed there, and wait for this rank in a collective. So a thread of each rank looks into
-    the job's key-value store, and answers a call with the next position that its rank has not passed; the ranks meet at
-    the largest answer. A rank that has answered passes no position from its answer on before it knows all of them. It
-    waits for threads alone, which wait for nobody, so that no meeting hangs; and since none has passed its own answer,
-    all come to the largest.
+    between, or hardly ever where a device runs behind. A thread of each rank looks into the job's key-value store, and
+    answers a call with the next position that its rank has not passed; the ranks meet at the largest answer.
 
     A loop does at each position::
 
@@ -67,6 +62,7 @@ class Meeting:
 
     def call(self, position: int) -> None:
         """Call a meeting at a position, which this rank has not passed, or at a later one. Returns at once."""
+        # Not waiting for the others here: one of them may have passed, and wait for this rank in a collective.
         with self._lock:
             if self._answer is None:
                 self._give_answer(position)
@@ -83,11 +79,14 @@ class Meeting:
         if self._place is None and (answer is None or position < answer):
             return False
         if self._place is None:
+            # From its own answer on a rank passes no position before it knows all answers, so that all come to the
+            # largest. It waits for threads alone, which wait for nobody: no meeting hangs.
             self._place = max(self._collect_answers())
         return position == self._place
 
     def adjourn(self, position: int) -> None:
         """End the meeting at a position, after a collective of all ranks there. The next call is another's."""
+        # All ranks are behind a collective, and have read the answers of this round.
         with self._lock:
             self._store.delete_key(self._key(self._process.rank))
             if self._process.is_main:
@@ -105,6 +104,7 @@ class Meeting:
         """
         self._is_over.set()
         self._thread.join(_JOIN_SECONDS)
+        # Behind the thread, which may have been about to give the answer.
         if self._answer is None:
             try:
                 self._store.set(self._key(self._process.rank), _LEFT if is_failed else str(self.passed + 1))
@@ -133,6 +133,7 @@ class Meeting:
         self._answer = position
         self._store.set(self._key(self._process.rank), str(position))
 
+    @waits("a meeting")
     def _collect_answers(self) -> list[int]:
         keys = [self._key(rank) for rank in self._ranks]
         timeout = group_timeout()

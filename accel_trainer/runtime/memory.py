@@ -33,18 +33,6 @@ from accel_trainer.runtime.torch_private import (
     second_store,
 )
 
-__all__ = [
-    "available_host_bytes",
-    "clear_device_cache",
-    "find_executable_batch_size",
-    "groups_left_behind",
-    "is_out_of_memory",
-    "memory_in_use",
-    "peak_memory",
-    "register_memory_owner",
-    "release_memory",
-]
-
 logger = logging.get_logger(__name__)
 
 _MESSAGES = (
@@ -91,6 +79,7 @@ def available_host_bytes() -> int:
     with suppress(OSError, ValueError):
         group = Path("/sys/fs/cgroup")
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        # The kernel counts the cache of files as used, and takes its inactive part back before memory runs out.
         used = int((group / "memory.current").read_text()) - int(statistics["inactive_file"])
         available = min(available, int((group / "memory.max").read_text()) - used)  # "max" is no number
     return available
@@ -226,10 +215,8 @@ def _reduce(batch_size: int, function: Callable[..., int] | None) -> int:
 
 
 def _call(function: Callable[[], Any], name: str) -> tuple[str, Any]:
-    """Call the function; return this rank's vote, and the result.
-
-    A function of its own: the traceback of an error holds the failed step's tensors until this frame is left.
-    """
+    """Call the function; return this rank's vote, and the result."""
+    # A function of its own: the traceback of an error holds the failed step's tensors until this frame is left.
     try:
         return _DONE, function()
     except Exception as error:
@@ -256,6 +243,7 @@ def _attempt(function: Callable[[], Any], name: str) -> tuple[bool, Any]:
         vote, result = _call(function, name)
     ballot.cast(vote)
     if vote == _OUT_OF_MEMORY:
+        # In this order: a model that refers to the group keeps its connections open, and the others wait in them.
         _release_all()
         ballot.leave()
     votes = ballot.wait()
@@ -265,6 +253,7 @@ def _attempt(function: Callable[[], Any], name: str) -> tuple[bool, Any]:
         raise ProcessGroupError(f"{lines}. This rank ({ballot.rank}) stopped with it; see the output of that rank")
     if votes == [_DONE] * len(votes):
         return True, result
+    # Memory sufficed on this rank, perhaps: its result may hold the model of this attempt.
     result = None
     _release_all()
     ballot.rejoin()
@@ -279,21 +268,21 @@ def _release_all() -> None:
     for owner in list(_owners):
         owner.free_memory()
     clear_device_cache(garbage_collection=True)
+    # A group that outlives DDP's reducer has open connections, for whose end the other ranks wait.
     groups_left_behind.clear()
 
 
 @contextmanager
 def _released_with_others(ballot: _Ballot) -> Iterator[None]:
-    """Run a block whose collectives on devices end when another rank runs out of memory.
-
-    The kernels of nccl wait for a rank that has left until they time out, and torch then ends the process. Once its
-    group is aborted they end, and the next collective raises.
-    """
+    """Run a block whose collectives on devices end when another rank runs out of memory."""
+    # The loop may be waiting in its own connection, and then holds it.
     store, is_over = second_store(), threading.Event()
 
     def watch() -> None:
         with suppress(RuntimeError):  # the store is gone: whoever needs it says so
             while not is_over.wait(_WATCH_SECONDS):
+                # nccl's kernels wait for a rank that has left until they time out, and torch then ends the process.
+                # Once their group is aborted they end, and the next collective raises.
                 if ballot.is_cast(_OUT_OF_MEMORY, store):
                     ballot.abort()
                     return
@@ -367,6 +356,8 @@ class _Ballot:
         if self.aborts:
             # nccl's destructor waits for kernels that can no longer end.
             self.abort()
+        # gloo's connections close with the last reference to the group: of torch's default arguments, of DTensor's
+        # caches, and of cycles that nobody has collected.
         forget_default_groups()
         dist.destroy_process_group()
         clear_dtensor_caches()
@@ -377,6 +368,7 @@ class _Ballot:
         if dist.is_initialized():
             self.leave()
         dist.init_process_group(
+            # The names by which the last group met are still in the store.
             store=dist.PrefixStore(f"accel_trainer/{self.name}/group", self._store),
             rank=self.rank,
             world_size=len(self._keys),

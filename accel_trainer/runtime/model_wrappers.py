@@ -13,27 +13,11 @@ from torch.distributed.tensor import DTensor
 
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 
-__all__ = [
-    "flattens_parameters",
-    "get_model_tp_size",
-    "get_module_children_bottom_up",
-    "get_module_class_from_name",
-    "get_parameters_from_modules",
-    "get_pretty_name",
-    "has_compiled_regions",
-    "is_compiled_module",
-    "model_has_dtensor",
-    "move_module",
-    "unwrap_module",
-]
-
 
 def move_module(module: nn.Module, device: torch.device) -> None:
-    """Move a module to a device, every parameter staying the object that it is.
-
-    `Module.to` makes new ones on devices behind PrivateUse1, as torch-tpu's: tied weights were tied no longer, and
-    optimizers updated those that were left behind.
-    """
+    """Move a module to a device, every parameter staying the object that it is."""
+    # `Module.to` makes new ones on devices behind PrivateUse1, as torch-tpu's: tied weights were tied no longer, and
+    # optimizers updated those that were left behind.
     named = list(module.named_parameters(remove_duplicate=False))
     module.to(device)
     for name, parameter in named:

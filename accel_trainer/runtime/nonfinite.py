@@ -26,8 +26,6 @@ from accel_trainer.runtime.rank_watch import tell_soon
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.uncaught import Hook, add_hook
 
-__all__ = ["NonFiniteGuard", "check_weights"]
-
 logger = logging.get_logger(__name__)
 
 Action = Literal["raise", "skip_step", "rollback", "warn"]
@@ -71,7 +69,8 @@ class NonFiniteGuard:
     def of(
         cls, config: RunConfig, process: ProcessContext, *, is_late: bool, is_sharded: bool
     ) -> NonFiniteGuard | None:
-        """Return the guard of a configuration; None under fp16, whose loss scale leaves such updates out."""
+        """Return the guard of a configuration; None under fp16."""
+        # Its loss scale leaves such updates out, and meets some in a good run: it grows until gradients overflow.
         if config.mixed_precision is MixedPrecision.FP16:
             return None
         limit = config.max_rollbacks
@@ -80,16 +79,15 @@ class NonFiniteGuard:
     @property
     def wants_sample(self) -> bool:
         """Whether a look at a few gradients is enough where the loop has computed no norm: with "raise"."""
+        # A norm of 40 gradients (1 M elements) took 246 us of a step on one thread, the look at four of them 10-20 us.
         return self.spreads and self._action == "raise"
 
     @property
     def wants_norm(self) -> bool:
-        """Whether the norm is to be computed for the guard alone, where the loop has not.
-
-        The loss is enough on one process with "raise" and "warn". An update that is to be left out has to be found
-        before its step, wherever the NaN is; a warning may not spread it over gradients that do not have it. Its norm
-        of shards, a collective, is not worth it.
-        """
+        """Whether the norm is to be computed for the guard alone, where the loop has not."""
+        # The loss is enough on one process with "raise" and "warn". An update that is to be left out has to be found
+        # before its step, wherever the NaN is; a warning may not spread it over gradients that do not have it. Its norm
+        # of shards, a collective, is not worth it.
         is_warned = self._action == "warn" and self._process.is_distributed and not self._is_sharded
         return self._leaves_out or is_warned or self.spreads
 
@@ -99,6 +97,7 @@ class NonFiniteGuard:
         Called where the guard `spreads`: a loop asks before, since most do not.
         """
         if loss.ndim == 0:
+            # 1 for a number, and NaN for NaN and infinity, without a look at the value: the host waits for no device.
             options.setdefault("gradient", loss.detach() * 0 + 1)
 
     def take_sample(self, total: Tensor | None) -> None:
@@ -131,6 +130,7 @@ class NonFiniteGuard:
             norm = loss
         if norm is None:
             return False
+        # "skip_step" waits for the device: it has to know before this step.
         if isinstance(norm, Tensor) and not norm.is_cpu and self._action != "skip_step":
             if self.look():
                 return True  # this update's gradients are those of weights that are no more
@@ -138,6 +138,7 @@ class NonFiniteGuard:
             flags = torch.stack((norm.detach(), other.detach())).isfinite()
             # The copy, to pinned memory, waits for nobody: it is looked at once the device has the next update to do.
             self._pending = self.update, flags.to("cpu", non_blocking=True), is_local
+            # In the stream of the norm: recorded in the current device's, the flags were read before they had arrived.
             self._event = torch.Event(norm.device)
             self._event.record(torch.accelerator.current_stream(norm.device))
             return False
@@ -190,7 +191,8 @@ class NonFiniteGuard:
         )  # fmt: skip
 
     def _act(self, update: int, has_loss: bool, *, is_local: bool) -> None:
-        """Raise or warn; `is_local` where another rank's shards may be numbers, and it may not come to a collective."""
+        """Raise or warn; `is_local` where another rank's shards may be numbers."""
+        # Such a rank does not come to a collective.
         if is_local:
             losses = tell_soon(f"losses of update {update}", has_loss)
         else:

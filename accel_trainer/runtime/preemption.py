@@ -26,25 +26,15 @@ from accel_trainer.runtime.process import ProcessContext, find_attempt, find_ran
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.torch_private import is_worker_done
 
-__all__ = [
-    "PREEMPTED_EXIT_CODE",
-    "PreemptedExit",
-    "StopPoint",
-    "StopSignals",
-    "outlive_signals",
-    "run_until_stop",
-    "warn_of_new_beginning",
-]
-
 logger = logging.get_logger(__name__)
 
 PREEMPTED_EXIT_CODE = 85
 """Of a process that was asked to end, has saved, and can go on from there: to be started again."""
+# A job's signal often comes twice, from the scheduler and passed on by a launcher: within this time it is one.
 _ONE_REQUEST_SECONDS = 3.0
-"""A job's signal often comes twice, from the scheduler and passed on by a launcher: within this time it is one."""
 _WORKER_SECONDS = 120
+# After ctrl-C: a terminal sends it to all programs of a pipeline, and `tee` takes a moment to end.
 _READERS_END_SECONDS = 0.2
-"""After ctrl-C: a terminal sends it to all programs of a pipeline."""
 _HEARD = b"\nSIGINT came: the run saves and ends where all ranks can next; again, 3 s later or more, it ends at once\n"
 
 
@@ -61,7 +51,9 @@ _listening: list[StopSignals] = []
 
 @atexit.register
 def _end_workers() -> None:
-    """End loaders' workers that are left, before Python's own end waits for them: one may be stuck in a lock."""
+    """End loaders' workers that are left."""
+    # Python's own end would wait for them, and one may be stuck in a lock. multiprocessing, imported above, has put its
+    # hook there before: atexit calls the last one first.
     for process in multiprocessing.active_children():
         with suppress(OSError), open(f"/proc/{process.pid}/comm") as file:
             if file.read().strip() == "pt_data_worker":
@@ -69,10 +61,9 @@ def _end_workers() -> None:
 
 
 def _leave_readers_that_ended(seconds: float) -> None:
-    """Have what nobody reads any more go nowhere: a progress bar of the last update may not end a run before its save.
-
-    Of `... 2>&1 | tee log` ctrl-C ends `tee` as well; a terminal that is closed takes its windows' output along.
-    """
+    """Have what nobody reads any more go nowhere."""
+    # Of `... 2>&1 | tee log` ctrl-C ends `tee` as well, and a closed terminal takes the output of its windows along: a
+    # progress bar of the last update then raised BrokenPipeError, which ended the run before its save.
     outputs = select.poll()
     for descriptor in (1, 2):
         outputs.register(descriptor, 0)  # errors alone
@@ -96,6 +87,7 @@ class StopSignals:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.is_requested = False
+        # In a notebook or a shell of Python ctrl-C interrupts a cell, and ends no run.
         is_interactive = hasattr(sys, "ps1")
         self._numbers = [signal.Signals[name] for name in names if name != "SIGINT" or not is_interactive]
         self._before: dict[signal.Signals, Any] = {}
@@ -105,9 +97,11 @@ class StopSignals:
         self._seconds = 0.0
 
     def __enter__(self) -> StopSignals:
+        # Python runs handlers in the main thread alone, and signal.signal() raises in others.
         if threading.current_thread() is threading.main_thread():
             for number in self._numbers:
                 handler = signal.getsignal(number)
+                # Of a loop that has ended by PreemptedExit, which the script has caught: it is no handler of its own.
                 earlier = getattr(handler, "__self__", None)
                 if isinstance(earlier, StopSignals) and earlier._is_over:
                     handler = earlier._before[number]
@@ -168,6 +162,7 @@ class StopSignals:
                     os.write(2, _HEARD)  # print() may be what it has interrupted
         # A script that has caught the end lives on, and its later signals act as ever.
         elif now - self._over_seconds >= _ONE_REQUEST_SECONDS if self._is_over else self._is_second(came):
+            # Sent again, and not called: the handler before may be SIG_DFL, which is no function.
             signal.signal(number, self._before[came])
             os.kill(os.getpid(), number)
 
@@ -254,15 +249,15 @@ def warn_of_new_beginning() -> None:
 def outlive_signals() -> None:
     """Have a loader's worker outlive the signals that its whole job is sent: the rank still wants its batches.
 
-    torch's own handler ends a worker at any SIGTERM. Here it is the rank's, and ends the worker, once the rank has let
-    go of it; before, the worker ends at a second one, or 120 s later. Only of a rank that listens to signals as the
-    worker is forked; one that is spawned keeps torch's handler.
+    Only of a rank that listens to signals as the worker is forked; one that is spawned keeps torch's handler.
     """
     if sys.platform == "win32" or not _listening:
         return
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
+    # torch's own handler ends a worker at any SIGTERM. Once the rank has let go of the worker, it is the rank's;
+    # before, the worker ends at a second one, or 120 s later.
     def end_later(number: int, frame: FrameType | None) -> None:
         if is_worker_done(frame):
             os._exit(0)

@@ -26,28 +26,10 @@ from accel_trainer import logging
 from accel_trainer.config import HangConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.cores import cores_of_rank
-from accel_trainer.runtime.fault_injection import install_faults
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, bracket_ipv6, find_launch_info
 from accel_trainer.runtime.rank_watch import start_watch, stop_watch
 from accel_trainer.runtime.torch_private import default_group, forget_default_groups, set_group_timeout
 from accel_trainer.runtime.uncaught import Hook, add_hook
-
-__all__ = [
-    "ProcessContext",
-    "current_process",
-    "destroy_process_group",
-    "find_attempt",
-    "find_process",
-    "find_rank",
-    "fix_cublas_workspace",
-    "forget_process",
-    "hidden_variable",
-    "init_process",
-    "read_environment",
-    "select_device",
-    "use_device",
-    "with_index",
-]
 
 # The context that init_process returned last, for functions that users call without naming a process.
 _current: ProcessContext | None = None
@@ -122,12 +104,10 @@ def hidden_variable(name: str) -> Iterator[None]:
 
 
 def fix_cublas_workspace() -> None:
-    """Give cuBLAS workspaces of fixed sizes, unless the user has said which; nothing without CUDA.
-
-    torch refuses deterministic matrix products without the variable, and has no other way to ask for them. 8 buffers of
-    4 MiB are the one of NVIDIA's two deterministic settings that is not slower.
-    Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
-    """
+    """Give cuBLAS workspaces of fixed sizes, unless the user has said which; nothing without CUDA."""
+    # torch refuses deterministic matrix products without the variable, and has no other way to ask for them. 8 buffers
+    # of 4 MiB are the one of NVIDIA's two deterministic settings that is not slower.
+    # Source: https://docs.nvidia.com/cuda/cublas/#results-reproducibility
     if torch.version.cuda is not None and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -170,10 +150,9 @@ def _backends(config: str | None = None) -> Mapping[str, str]:
 
 
 def _bound_device(device: torch.device, backend: str) -> torch.device | None:
-    """Return the device that the group is bound to, by which nccl connects at once and meshes split its communicator.
-
-    None for another backend: torch splits any group that is bound, and fails over one of gloo (2.11 and 2.13).
-    """
+    """Return the device that the group is bound to, by which nccl connects at once and meshes split it."""
+    # torch splits any group that is bound for each axis of a mesh. One of gloo cannot be split: torch 2.11.0 and 2.13.0
+    # end with "cannot pickle 'torch._C._distributed_c10d._Options' object".
     return device if device.type == "cuda" and _backends(backend).get("cuda") == "nccl" else None
 
 
@@ -207,9 +186,9 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
 
 
 def _loopback_store(info: LaunchInfo, address: str, port: int, timeout: timedelta) -> dist.Store | None:
-    """Return the job's key-value store where all ranks reach it by loopback; torch's own listens to every network.
+    """Return the job's key-value store where all ranks reach it by loopback; None elsewhere.
 
-    None elsewhere, and where a launcher's agent has the store, on its own interfaces.
+    None, too, where a launcher's agent has the store, on its own interfaces.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
@@ -221,6 +200,7 @@ def _loopback_store(info: LaunchInfo, address: str, port: int, timeout: timedelt
         return None
     if info.rank:
         return dist.TCPStore(address, port, info.world_size, is_master=False, timeout=timeout)
+    # The store that torch makes for itself listens to every network; it takes a socket that listens already.
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
     return dist.TCPStore(
@@ -229,12 +209,14 @@ def _loopback_store(info: LaunchInfo, address: str, port: int, timeout: timedelt
         info.world_size,
         is_master=True,
         timeout=timeout,
+        # Detached: Python would close the socket with its object, and the store has it from here on.
         master_listen_fd=listener.detach(),
     )
 
 
 def _share_cores(environ: Mapping[str, str], device: torch.device, local_world_size: int) -> None:
-    """Limit each CPU rank to its share of the cores: N ranks with a full thread pool each run slower than one."""
+    """Limit each CPU rank to its share of the cores."""
+    # N ranks with a full thread pool each run slower than one rank does.
     if device.type == "cpu" and local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
         # Never more than now: the user may have asked for fewer.
         torch.set_num_threads(min(cores_of_rank(local_world_size), torch.get_num_threads()))
@@ -248,29 +230,25 @@ def _device_of(info: LaunchInfo, *, use_cpu: bool) -> torch.device:
 
 
 def _device_alone(*, use_cpu: bool) -> torch.device:
-    """Return the device of a process that no launcher started: torch's current one, which the user may have set.
-
-    Setting it starts the device. One that nobody has started is not asked, which would start it: a notebook could fork
-    no workers then.
-    """
+    """Return the device of a process that no launcher started: torch's current one, which the user may have set."""
     device = select_device(0, 1, use_cpu=use_cpu)
+    # Setting it starts the device. One that nobody has started is not asked, which would start it: a notebook could
+    # fork no workers then.
     if device.index is None or not torch.get_device_module(device).is_initialized():
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def with_index(device: int | str | torch.device) -> torch.device:
-    """Return a device with its index: of `cuda`, this rank's own.
-
-    torch's current device is this rank's once it has joined its job. Before that it is the first of the node, on which
-    all ranks would meet.
-    """
+    """Return a device with its index: of `cuda`, this rank's own."""
     found = device if isinstance(device, torch.device) else torch.device(device)
     if found.type == "cpu":  # offloaded models ask in each forward of each module
         return found
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if found.index is not None or accelerator is None or found.type != accelerator.type or found.type == "mps":
         return found
+    # torch's current device is this rank's once it has joined its job. Before that it is the first of the node, on
+    # which all ranks would meet.
     if _current is None and (info := find_launch_info(os.environ)) is not None:
         return _device_of(info, use_cpu=False)
     return torch.device(found.type, torch.accelerator.current_device_index())
@@ -285,10 +263,9 @@ def _use_device(info: LaunchInfo | None, *, use_cpu: bool) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a device torch's current one in the calling thread: each begins with the first of the node.
-
-    A thread that leaves a stream of another device goes back to that one, on which CUDA then makes a context.
-    """
+    """Make a device torch's current one in the calling thread: each begins with the first of the node."""
+    # A thread that leaves a stream of another device goes back to the one that it began with, on which CUDA then makes
+    # a context: every rank had one on the first device of the node.
     if device.index is not None:  # the CPU has none, nor has mps
         torch.accelerator.set_device_index(device.index)
 
@@ -345,7 +322,6 @@ def init_process(
         rank, size = dist.get_rank(), dist.get_world_size()
         info = replace(info or LaunchInfo("user", rank, rank, size, size, None, None), rank=rank, world_size=size)
     device = _use_device(info, use_cpu=use_cpu)
-    install_faults(environ, info.rank if info is not None else 0)
     if info is None:
         logging.set_rank(0)
         _current = ProcessContext(0, 0, 1, 1, device, None)
@@ -373,7 +349,8 @@ def _hosts_store(environ: Mapping[str, str], rank: int) -> bool:
 
 
 def _leave_interrupts_to_launcher(environ: Mapping[str, str]) -> None:
-    """Print no traceback of ctrl-C in a rank of our launcher, whose own line those of all ranks would hide."""
+    """Print no traceback of ctrl-C in a rank of our launcher."""
+    # Those of all ranks would hide the launcher's own line.
     if "ACCEL_TRAINER_LAUNCH" not in environ:
         return
 
@@ -416,11 +393,10 @@ def current_process() -> ProcessContext:
 
 
 def find_attempt(environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return how often the workers of this job have been started again, and a name that their launcher's life has.
-
-    The launcher is the parent of its workers: torch's agent, which starts all of them again when one has failed.
-    """
+    """Return how often the workers of this job have been started again, and a name that their launcher's life has."""
     text = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torch's agent, which starts all of its workers again when one has failed. Pids come again: with the time at which
+    # it began the parent's is that of one life.
     parent = os.getppid()
     try:
         with open(f"/proc/{parent}/stat", encoding="utf-8", errors="replace") as file:
@@ -445,11 +421,9 @@ def _wait_for_ranks() -> None:
 
 
 def _leave_at_exit() -> None:
-    """Leave the group of a script that just ends; torch warns about those that do not.
-
-    Not after an error: leaving may wait for collectives that the other ranks never join, and the launcher learns of the
-    error only when this process is gone.
-    """
+    """Leave the group of a script that just ends; torch warns about those that do not."""
+    # Not after an error: leaving may wait for collectives that the other ranks never join, and the launcher learns of
+    # the error only when this process is gone.
     if getattr(sys, "last_value", None) is None:
         destroy_process_group()
         # A model that still lives keeps gloo's threads. One of them that is about to drop a tensor waits for the
@@ -461,6 +435,7 @@ def destroy_process_group() -> None:
     """Leave the process group, if there is one. Collective where the backend says so; safe to call twice."""
     global _current
     _current = None
+    # First: it says through the store that this rank leaves, and rank 0 may take the store along.
     stop_watch()
     if dist.is_available() and dist.is_initialized():
         forget_default_groups()

@@ -10,13 +10,11 @@ from statistics import median
 from accel_trainer.config import HangConfig
 from accel_trainer.runtime.whereabouts import Whereabouts, position_of
 
-__all__ = ["PROGRESS", "Pace", "Progress"]
-
 _NUM_DURATIONS = 31
+# A step may take as many median updates: others' data may be slow, or a shape new.
 _MEDIANS = 10
-"""A step may take as many median updates: others' data may be slow, or a shape new."""
+# Of the limit of a step: until then nobody reads the loop's frames to see whether it moves.
 _SAMPLED_AFTER = 0.1
-"""Of the limit of a step: until then nobody asks whether the loop moves."""
 _STEP = ("forward", "backward", "optimizer step")
 
 
@@ -71,8 +69,9 @@ class Pace:
 
         Args:
             begun: numbers of collectives begun.
-            longest_seconds: a look later than that is of a machine that was suspended, and has waited for nobody.
+            longest_seconds: what a look counts for at most.
         """
+        # A later look is that of a machine that was suspended, and has waited for nobody.
         passed = min(now - self._looked_at, longest_seconds)
         self._looked_at = now
         seen = (PROGRESS.updates, *begun)
@@ -91,6 +90,7 @@ class Pace:
 
     def _time_updates(self, now: float) -> None:
         number, self._updates = PROGRESS.updates - self._updates, PROGRESS.updates
+        # The number falls where a run goes back to a checkpoint.
         if number > 0 and self._updated_at < now:
             self._durations.append((now - self._updated_at) / number)
         self._updated_at = now

@@ -39,6 +39,8 @@ from accel_trainer.errors import DesyncError, HangError, ProcessGroupError, Remo
 from accel_trainer.runtime.facts import FactBoard
 from accel_trainer.runtime.progress import PROGRESS, Pace
 from accel_trainer.runtime.torch_private import (
+    BROKEN_TEXTS,
+    EXPIRED_TEXTS,
     begun_collectives,
     default_group,
     group_timeout,
@@ -54,43 +56,29 @@ from accel_trainer.runtime.whereabouts import (
     describe_ranks,
     describe_thread,
     users_line,
+    waits,
 )
-
-__all__ = [
-    "CallRecord",
-    "RankWatch",
-    "current_watch",
-    "failing_together",
-    "names_failed_rank",
-    "raise_if_theirs",
-    "start_watch",
-    "stop_watch",
-    "tell_soon",
-    "unexplained_errors",
-]
 
 logger = logging.get_logger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _POLL_SECONDS = 0.5
+# With very many ranks they look more seldom: the store serves about 2,000 questions a second of all of them.
 _POLL_SECONDS_PER_RANK = 0.001
-"""With very many ranks they look more seldom: the store serves about 2,000 questions a second of all of them."""
 _BEAT_SECONDS = 2.0
+# A thread that has not answered after so many has no turn: its process is stopped or holds the interpreter's lock.
 _POLLS_PER_ANSWER = 6
-"""A thread that has not answered after so many has no turn: its process is stopped or holds the interpreter's lock."""
+# Of a wait for a rank whose process ends in an error. Connections to it mostly break at once, and the rank then raises
+# in its script, which can catch the error; after this time its process is ended.
 _STUCK_SECONDS = 5.0
-"""Of a wait for a rank whose process ends in an error. Connections to it mostly break at once."""
+# For ranks that find the same at the same update.
 _SOON_SECONDS = 1.0
-"""For ranks that find the same at the same update."""
 _LINES = 4000
 """Characters of a traceback that travel."""
 _KEPT_CALLS = 64
 _NO_MORE_CALLS = 1 << 40
 _LEFT = "has left the job"
-_BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-_EXPIRED = ("Timed out waiting", "operation timeout", "wait timeout after")
-"""What gloo, NCCL and the store say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +161,14 @@ class RankWatch:
         self._world_size = world_size
         self._hosts_store = hosts_store
         self._store = store
+        # Weak: a group that is held is not closed when it is left, and others may wait for its connections to end.
         self._group = weakref.ref(default_group())
         self.timeout_seconds = group_timeout().total_seconds()
         self._loop_thread = threading.get_ident()
+        # A loader's worker that is forked has the hook for errors, too, and may not speak for its rank.
         self._process_id = os.getpid()
+        # Around what the thread of the loop and that of the watch both say.
         self._lock = threading.Lock()
-        """Around what the thread of the loop and that of the watch both say."""
         self._poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * world_size)
         self._own: tuple[int, _Failure, BaseException | None] | None = None
         """Number of this rank's record, what stands there, and the error that it is of."""
@@ -187,8 +177,8 @@ class RankWatch:
         """Keys of this rank's last exchange."""
         self._position: Whereabouts | None = None
         """Of the loop, while it is in here."""
+        # Another rank's, kept for when the store has gone with that rank.
         self._found: _Failure | None = None
-        """Another rank's, kept for when the store has gone with that rank."""
         self._num_answered = 0
         self._next_report_seconds = 0.0
         """Of being idle; 0 before the first report."""
@@ -231,6 +221,7 @@ class RankWatch:
         """
         self._num_exchanges += 1
         keys = [self._key("exchange", self._num_exchanges, rank) for rank in range(self._world_size)]
+        # Before this rank is counted: once all are, every text is there to be read.
         self._store.set(keys[self._rank], text)
         self._meet(doing, [keys[self._rank]])
         return [text.decode() for text in self._store.multi_get(keys)]
@@ -238,6 +229,7 @@ class RankWatch:
     def all_equal(self, value: int, doing: str) -> bool:
         """Whether all ranks give the same value, in a few questions to the store; else as `exchange`."""
         self._num_exchanges += 1
+        # Ranks of one value count themselves under one key: no rank reads what each of the others has written.
         key = self._key("exchange", self._num_exchanges, "of", value)
         self._store.add(key, 1)
         self._meet(doing, [key])
@@ -252,6 +244,7 @@ class RankWatch:
             time.sleep(0.01)
         return [self._store.get(key) == b"1" if self._store.check([key]) else None for key in keys]
 
+    @waits(COMPARISON)
     def _meet(self, doing: str, written: list[str]) -> None:
         """Wait until every rank is in this exchange, and delete the keys that this one wrote for the one before."""
         count = self._key("exchange", self._num_exchanges)
@@ -259,6 +252,7 @@ class RankWatch:
         begin, waited, look = time.monotonic(), 0.0, _STUCK_SECONDS
         before: list[RankState | None] = []
         while self._store.add(count, 0) < self._world_size:
+            # Ever longer: ranks that come together go on at once, and a long wait does not load the store.
             time.sleep(min(0.05, waited / 10 + 0.0002))
             waited = time.monotonic() - begin
             if waited > self.timeout_seconds:
@@ -276,6 +270,7 @@ class RankWatch:
         """Raise where a rank that does not come stands in another collective, which waits for this one."""
         states = self._call_roll()
         for rank, state in enumerate(states):
+            # At the same place in two rolls: in one alone it may still be on its way here.
             if state is not None and state.operation not in ("", COMPARISON) and state in before:
                 raise DesyncError(
                     f"rank {self._rank} is about to call {doing}, {users_line()}, and rank {rank} waits for it in "
@@ -331,6 +326,7 @@ class RankWatch:
             self._own = None
 
     def _let_others_ask(self, is_done: Callable[[], bool]) -> None:
+        # Each thread asks once in a poll, and some come late: then it has read what was written, and the store may go.
         deadline = time.monotonic() + 1.2 * self._poll_seconds
         while time.monotonic() < deadline and not is_done():
             time.sleep(self._poll_seconds / 20)
@@ -348,6 +344,7 @@ class RankWatch:
         """Yield the records of other ranks' failures."""
         for number in range(1, self._store.add(self._key("failures"), 0) + 1):
             key = self._key("failure", number)
+            # get() alone would wait for a key that is not there: the number is counted up before the record is set.
             text = self._store.get(key).decode() if self._store.check([key]) else ""
             if text and (failure := _Failure(**json.loads(text))).rank != self._rank:
                 yield failure
@@ -362,6 +359,7 @@ class RankWatch:
             return None
         where = describe_failure(error)
         doing = where.operation or where.section or "a collective"
+        # Its frames have left the collective: a roll that another rank calls meanwhile is told of it all the same.
         self._position = replace(where, operation=doing)
         try:
             failure = self.find_failure()  # written before the rank's connections closed
@@ -371,7 +369,7 @@ class RankWatch:
                     f"{report}\nRank {self._rank} gives up after {self.timeout_seconds:g} s (timeout_seconds)"
                 )
             failure = failure or self._find_gone()
-        except RuntimeError:
+        except RuntimeError:  # the store has gone with a rank: what the thread has read before
             failure = self._found
             if failure is None:
                 failure = _Failure(0, "is gone, or the launcher", "", "", "", None, True)
@@ -467,6 +465,7 @@ class RankWatch:
         """
         called = self._store.add(self._key("calls"), 0)
         mine = str(self._rank)
+        # The ranks that wait find so at about the same time: one table is enough.
         if self._store.compare_set(self._key("reporter", called), "", mine).decode() != mine:
             return 2 * seconds
         answers = self._call_roll()
@@ -474,9 +473,11 @@ class RankWatch:
         if not report:
             return 2 * seconds
         limit = max(state.limit_seconds for state in answers if state is not None)
+        # A rank may hold the interpreter's lock for once: only one that is silent for a second time is taken for hung.
         are_new = self._note_silent(answers)
         if seconds >= limit and not are_new and _are_still(answers, limit / 2) and not self.is_muted:
             text = f"no progress for {seconds:.0f} s, the limit there is {limit:g} s"
+            # In this order: the threads look for the end when they answer a call.
             self._store.set(self._key("end"), text)
             self._store.add(self._key("calls"), 1)
             self._end_hung(f"{text}. {report}")
@@ -484,14 +485,14 @@ class RankWatch:
         return limit if seconds < limit else seconds + 1 if are_new else 2 * seconds
 
     def _note_silent(self, answers: list[RankState | None]) -> bool:
-        """Note the ranks that do not answer; return whether some did the last time: they may hold the lock for once."""
+        """Note the ranks that do not answer; return whether some did the last time."""
         key, silent = self._key("silent"), {rank for rank, state in enumerate(answers) if state is None}
         before = set(json.loads(self._store.get(key))) if self._store.check([key]) else set()
         self._store.set(key, json.dumps(sorted(silent)))
         return not silent <= before
 
     def _end_hung(self, text: str) -> None:
-        """End this process: nothing else interrupts a collective, or any other call."""
+        """End this process."""
         where = describe_thread(self._loop_thread)
         stack = where.stack if where is not None else ""
         self._end(stack, f"{HangError.__module__}.{HangError.__name__}: {text}", HangError.exit_code)
@@ -500,10 +501,11 @@ class RankWatch:
         logging.write_stderr(f"rank {self._rank} is here:\n{stack}{text}. Rank {self._rank} ends with exit code {code}")
         if self._hosts_store:
             self._let_others_ask(lambda: False)
+        # Nothing else interrupts a collective, or any other call, in the thread of the loop.
         os._exit(code)
 
     def _leave_if_stuck(self, seconds: float) -> None:
-        """End the process whose loop waits for a rank that has failed: nothing else interrupts a collective."""
+        """End the process whose loop waits for a rank that has failed."""
         where = describe_thread(self._loop_thread)
         if where is None or not (where.operation or self.runs_ahead):
             return
@@ -513,6 +515,7 @@ class RankWatch:
             return
         if not where.operation and not self._waits_on_device():
             return
+        # For ranks that wait for this one, and have no group with the one that failed.
         self._write(replace(failure, begun=begun_collectives()), None)
         error = f"{RemoteRankError.__module__}.{RemoteRankError.__name__}"
         doing = where.operation or "a collective of its device"
@@ -520,11 +523,9 @@ class RankWatch:
         self._end(where.stack, f"{error}: {failure}. Rank {self._rank} has {waited}", 1)
 
     def _waits_on_device(self) -> bool:
-        """Whether the device is in a collective that a failed rank has not begun, and the loop at one line for long.
-
-        Nothing that the device was given since then is ever computed. A rank that has ended because of that leaves a
-        record, too, for those that have no group with the first.
-        """
+        """Whether the device is in a collective that a failed rank has not begun, and the loop at one line for long."""
+        # With nccl the host stands in no collective: it waits where it reads a value of its device, and no frame tells.
+        # But nothing that the device was given behind such a collective is ever computed.
         if self.pace.still_seconds < _STUCK_SECONDS:
             return False
         begun = begun_collectives()
@@ -540,6 +541,7 @@ class RankWatch:
         deadline = time.monotonic() + _POLLS_PER_ANSWER * self._poll_seconds
         while not self._store.check(keys) and time.monotonic() < deadline:
             if threading.current_thread() is self._thread:
+                # A whole roll of a killed rank takes 3 s, by which its survivors would end later.
                 if self._is_over.is_set():
                     raise RuntimeError("the watch has ended, and its process waits for this thread")
                 self._answer()  # other ranks may call at the same time
@@ -569,8 +571,8 @@ def _classify(error: BaseException) -> tuple[bool, bool]:
     text, is_distributed = _text(error), isinstance(error, dist.DistError)
     if not is_distributed and not (isinstance(error, RuntimeError) and "gloo" in text):
         return False, False
-    is_expired = any(words in text for words in _EXPIRED)
-    return is_expired, is_distributed or any(words in text for words in _BROKEN)
+    is_expired = any(words in text for words in EXPIRED_TEXTS)
+    return is_expired, is_distributed or any(words in text for words in BROKEN_TEXTS)
 
 
 def _text(error: BaseException) -> str:
@@ -610,6 +612,7 @@ def start_watch(
     global _watch
     if world_size == 1:
         return
+    # A search for a batch size may have left that group for a new one.
     if _watch is not None and not _watch.is_current:
         _watch.close()
         _watch = None
@@ -641,6 +644,7 @@ def stop_watch() -> None:
         watch.close()
 
 
+# At an error process.py does not leave the group at exit: the others learn from this that the rank goes.
 atexit.register(stop_watch)
 
 
@@ -661,6 +665,7 @@ def failing_together() -> Iterator[None]:
         return
     is_outermost, watch.is_guarded = not watch.is_guarded, True
     if is_outermost:
+        # Whoever begins another call has caught the error of the last one.
         watch.withdraw()
     try:
         yield

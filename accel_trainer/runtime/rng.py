@@ -15,19 +15,6 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.collectives import broadcast
 from accel_trainer.runtime.process import ProcessContext, current_process, fix_cublas_workspace
 
-__all__ = [
-    "KeptStreams",
-    "OwnDraws",
-    "check_rng_types",
-    "get_rng_state",
-    "reseed_from_saved",
-    "seed_own_streams",
-    "set_rng_state",
-    "set_seed",
-    "stream_index",
-    "synchronize_rng",
-]
-
 _seed_in_common: int | None = None
 """The seed whose streams all ranks still draw from; None when each has its own, or nobody seeded."""
 _stay_equal = False
@@ -73,13 +60,14 @@ def set_seed(
     _stay_equal = same_on_all_ranks
     if deterministic:
         torch.use_deterministic_algorithms(True)
+        # cuDNN would time its kernels, and take another one in the next run.
         torch.backends.cudnn.benchmark = False
         fix_cublas_workspace()
 
 
 def _seed(value: int) -> None:
     random.seed(value)
-    np.random.seed(value % 2**32)
+    np.random.seed(value % 2**32)  # it refuses larger ones
     torch.manual_seed(value)
 
 
@@ -93,6 +81,7 @@ def seed_own_streams(process: ProcessContext) -> None:
     global _seed_in_common
     if _seed_in_common is None:
         return
+    # Rank 0 goes on with the seed's streams, as one process would.
     if process.rank > 0:
         _seed_mixed(_seed_in_common % 2**64, process.rank)
     _seed_in_common = None
@@ -194,6 +183,7 @@ class OwnDraws:
         if self._shared is not None:
             self._stream().set_rng_state(self._shared)
             self._shared = None
+            # One number further on every rank: the next draws of its own would be these again.
             torch.rand((), device=self.device_type)
 
     def _stream(self) -> Any:

@@ -14,8 +14,6 @@ from accel_trainer.runtime.collective_checks import raise_difference, recording_
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rank_watch import names_failed_rank
 
-__all__ = ["gather_or_raise", "raise_together"]
-
 
 def gather_or_raise(
     process: ProcessContext,
@@ -46,6 +44,7 @@ def gather_or_raise(
     message = None if error is None else "".join(traceback.format_exception_only(error)).strip()
     digest = watch.calls.digest if watch is not None else 0
     votes = _gather_votes(process, (message, value if error is None else None, digest), group)
+    # Before those of others: the rank on which it happened shows its own traceback.
     if error is not None:
         raise error
     _raise_for_others(process, section, votes)
@@ -80,6 +79,7 @@ def raise_together(process: ProcessContext, section: str, group: dist.ProcessGro
     error: BaseException | None = None
     try:
         yield
+    # sys.exit() of a callback, too: the others would wait for a rank that has gone. Not ctrl-C, which comes to all.
     except (Exception, SystemExit) as raised:
         error = raised
     gather_or_raise(process, section, error, group=group)

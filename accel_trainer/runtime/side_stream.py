@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SideStream", "empty_pinned", "has_streams"]
-
 
 def has_streams(device: torch.device) -> bool:
     """Whether devices of this kind have streams (cuda, xpu, ...): the CPU's do nothing, and mps has none."""
@@ -49,13 +47,11 @@ class SideStream:
         return self._stream.record_event()
 
     def hand_over(self, event: Any, tensors: Iterable[Tensor]) -> None:
-        """Let the computing stream use tensors that were made here before `event`.
-
-        Their memory is this stream's: without the record, it would be given to the next copy as soon as the host drops
-        them, which is long before the computation has read them.
-        """
+        """Let the computing stream use tensors that were made here before `event`."""
         computing = self._streams.current_stream(self._device)
         computing.wait_event(event)
+        # Their memory is this stream's: without the record, it would be given to the next copy as soon as the host
+        # drops them, which is long before the computation has read them.
         for tensor in tensors:
             tensor.record_stream(computing)
 
@@ -67,6 +63,7 @@ class SideStream:
         self._stream.wait_stream(self._streams.current_stream(self._device))
         with self.entered():
             target.copy_(source, non_blocking=True)
+        # The host may drop it at once, long before the copy has read it.
         source.record_stream(self._stream)
 
     def copy_from_host(self, source: Tensor, target: Tensor) -> None:

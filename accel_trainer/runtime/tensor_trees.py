@@ -13,24 +13,6 @@ from torch import Tensor
 from accel_trainer.errors import ConfigError, UnsupportedTypeError
 from accel_trainer.tree import honor_type, leaves, map_leaves, rebuild_mapping
 
-__all__ = [
-    "TensorInformation",
-    "concatenate",
-    "find_batch_size",
-    "find_device",
-    "get_data_structure",
-    "initialize_tensors",
-    "is_tensor",
-    "is_tensor_information",
-    "listify",
-    "pad_input_tensors",
-    "pad_to",
-    "recursively_apply",
-    "send_to_device",
-    "slice_tensors",
-    "split_evenly",
-]
-
 
 def is_tensor(tensor: Any) -> bool:
     """Return whether a node of a structure is a tensor."""
@@ -46,10 +28,10 @@ def send_to_device(
     """Move every tensor, and everything else that has a `.to(device)`, to a device.
 
     Args:
-        non_blocking: do not wait for the copies; those to the host are waited for all the same, since whoever reads
-            them there would find memory that is still being written.
+        non_blocking: do not wait for the copies; those to the host are waited for all the same.
         skip_keys: keys of mappings, at any depth, whose values stay where they are.
     """
+    # Whoever reads a copy on the host would find memory that is still being written: the CPU waits for no stream.
     non_blocking = non_blocking and torch.device(device).type != "cpu"
     skipped = frozenset((skip_keys,) if isinstance(skip_keys, str) else skip_keys or ())
 

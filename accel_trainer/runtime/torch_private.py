@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import cache, reduce
 from operator import attrgetter
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,66 +27,32 @@ from torch.utils.data import dataloader
 
 from accel_trainer.errors import AccelTrainerError
 
-__all__ = [
-    "LOADER_AT_REST",
-    "ORIGINAL_MODULE",
-    "PRIVATE_NAMES",
-    "RESET_METHODS",
-    "SEEN_IN",
-    "OperationMode",
-    "RingAttention",
-    "abandon_exchange",
-    "begun_collectives",
-    "check_scaler",
-    "clear_dtensor_caches",
-    "clear_forward_hooks",
-    "compile_call",
-    "copy_module",
-    "default_group",
-    "default_store",
-    "dtensor_like",
-    "exposed_exchange_seconds",
-    "fake_tensors",
-    "flatten_mesh",
-    "foreach_add_",
-    "foreach_clamp_max_",
-    "foreach_clamp_min_",
-    "foreach_copy_",
-    "foreach_mul_",
-    "foreach_norm",
-    "foreach_zero_",
-    "forget_default_groups",
-    "group_device_types",
-    "group_timeout",
-    "has_attention_kernels",
-    "is_fake",
-    "is_worker_done",
-    "join_fake_group",
-    "joined_groups",
-    "keeps_iterator",
-    "last_collective",
-    "non_persistent_buffers",
-    "own_parameters",
-    "parameter_like",
-    "queue_callback",
-    "scaler_states",
-    "scales_itself",
-    "second_store",
-    "set_group_timeout",
-    "tensor_registry",
-    "tree_leaves",
-    "unflatten_mesh",
-    "version_of",
-]
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 SEEN_IN = ("2.11.0", "2.13.0")
 """Releases of torch in which all of them were found."""
 
+# gloo raises plain RuntimeErrors, whose texts alone tell a peer that is gone from one that does not come. Without these
+# words a rank raises gloo's own error, which names no rank.
+BROKEN_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+EXPIRED_TEXTS = ("Timed out waiting", "operation timeout", "wait timeout after")
+"""What gloo, NCCL and the store say."""
+
+# Operations as a dispatch mode sees them: it is given the name, and modules of torch call them, not this library.
+GROUPED_MM = "_grouped_mm"
+CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+CPU_ATTENTION_BACKWARD = f"{CPU_ATTENTION}_backward"
+UNIT_EXCHANGES = ("_allgather_base_", "_reduce_scatter_base_")
+
+_AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
 _REFUSED = "AccelTrainerError where it is used"
 _FOREACH = f"{_REFUSED}: gradients are scaled, clamped, copied and added by one kernel for all"
 _PLANS = f"{_REFUSED}: `accel-trainer estimate` plans no layouts"
 _NOT_CLEARED = "not cleared: after find_executable_batch_size() has made a new group, DTensors may refer to the old one"
 _RING_GONE = f"{_REFUSED}: parallel.cp_size"
+_PLANNED = "`accel-trainer estimate` counts no operations of mixtures of experts, or of attention on CPUs"
+_EXPOSED = "`accel-trainer estimate` says that the computation waits for FSDP2's parameters"
 PRIVATE_NAMES = {
     **{f"torch._foreach_{name}_": _FOREACH for name in ("add", "clamp_max", "clamp_min", "copy", "mul", "zero")},
     "torch._foreach_norm": f"{_REFUSED}: norms of gradients are computed by one kernel for all",
@@ -110,12 +76,22 @@ PRIVATE_NAMES = {
     "torch.distributed.distributed_c10d._get_default_group": _REFUSED,
     "torch.distributed.distributed_c10d._get_default_store": f"{_REFUSED}: by find_executable_batch_size()",
     "torch.distributed.distributed_c10d._world": f"{_REFUSED}: by find_executable_batch_size() on accelerators",
-    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._shutdown": (
+    f"{_AGENT}._shutdown": (
         "overridden in launch/torchrun.py: workers would get signals from torch, which waits 30 s and loses their codes"
     ),
-    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers": (
+    f"{_AGENT}._start_workers": (
         "overridden in launch/torchrun.py: a failed worker would be reported after the others' end only"
     ),
+    f"{_AGENT}._rendezvous": (
+        "overridden in launch/torchrun.py: no heartbeat between machines, and as many ranks after a loss as before"
+    ),
+    f"{_AGENT}._monitor_workers": (
+        "overridden in launch/torchrun.py: codes 76, 85 and 93 would start the workers again"
+    ),
+    f"{_AGENT}._exit_barrier": (
+        "overridden in launch/torchrun.py: a machine would wait 300 s for the others' workers, and no longer"
+    ),
+    f"{_AGENT}._remaining_restarts": (f"{_REFUSED}: jobs on several ranks, by `accel-trainer launch`"),
     "torch.distributed.nn.functional.all_reduce.__defaults__": "nothing to forget: no function holds the group",
     "torch.distributed.tensor.DTensor._spec": "DTensor.from_local() derives the layout again, in ten times the time",
     "torch.distributed.tensor._collective_utils.MeshTopoInfo.build_from_mesh": _NOT_CLEARED,
@@ -131,6 +107,8 @@ PRIVATE_NAMES = {
         for kind in ("flash", "efficient")
         for name in (f"{kind}_attention", f"{kind}_attention_backward")
     },
+    **{f"torch.ops.aten.{name}": _PLANNED for name in (GROUPED_MM, CPU_ATTENTION, CPU_ATTENTION_BACKWARD)},
+    **{f"torch.ops.c10d.{name}": _EXPOSED for name in UNIT_EXCHANGES},
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": _NOT_CLEARED,
     "torch.distributed.device_mesh.DeviceMesh._pg_registry": _NOT_CLEARED,
     "torch.distributed.device_mesh.DeviceMesh._flatten": f"{_REFUSED}: ParallelismConfig.build_device_mesh()",
@@ -204,11 +182,9 @@ default_store: Callable[[], dist.Store] = _bind("torch.distributed.distributed_c
 
 
 def second_store() -> dist.Store | None:
-    """Return a connection of one's own to the job's store; None where that has none to give, as of a `fake` group.
-
-    A rank that waits in the store, for the beginning of a group for instance, holds the other one.
-    """
+    """Return a connection of one's own to the job's store; None where that has none to give, as of a `fake` group."""
     try:
+        # A rank that waits in the store, for the beginning of a group for instance, holds the other one.
         store: dist.Store = default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
     except RuntimeError as error:
         if "pure virtual" not in str(error):
@@ -309,10 +285,8 @@ def copy_module(
 
 
 def tensor_registry(module: nn.Module, name: str) -> dict[str, Any] | None:
-    """Return the dict in which a module keeps its parameter or buffer `name`; None where it has neither.
-
-    Offloading exchanges tensors at every call of every layer, and `nn.Module.__setattr__` would take most of that time.
-    """
+    """Return the dict in which a module keeps its parameter or buffer `name`; None where it has neither."""
+    # Offloading exchanges tensors at each call of each layer; `nn.Module.__setattr__` would take most of that time.
     for registry in ("_parameters", "_buffers"):
         entries: dict[str, Any] = _need(module, f"torch.nn.Module.{registry}")
         if name in entries:
@@ -332,11 +306,9 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
-    """Return this rank's shard `local` as a DTensor with mesh, placements, shape and strides of `tensor`.
-
-    As FSDP2 makes its parameters: `from_local` derives the same layout anew, in ten times the time. Of a load of
-    419 MiB in 111 shards that was a tenth.
-    """
+    """Return this rank's shard `local` as a DTensor with mesh, placements, shape and strides of `tensor`."""
+    # As FSDP2 makes its parameters: `from_local` derives the same layout anew, in ten times the time. Of a load of
+    # 419 MiB in 111 shards that was a tenth.
     spec = getattr(tensor, "_spec", None)
     if spec is not None:
         return type(tensor)(local, spec, requires_grad=False)
@@ -357,10 +329,8 @@ def exposed_exchange_seconds(replicas: nn.parallel.DistributedDataParallel) -> f
 
 
 def abandon_exchange(replicas: nn.parallel.DistributedDataParallel) -> None:
-    """Let a DDP wrapper wait for no more gradients of a backward that an error has ended, or kept from beginning.
-
-    While somebody holds it, a traceback for instance, it would take those of the next wrapper's backward for its own.
-    """
+    """Let a DDP wrapper wait for no more gradients of a backward that an error has ended, or kept from beginning."""
+    # While somebody holds it, a traceback for instance, it takes those of the next wrapper's backward for its own.
     reset = getattr(replicas.reducer, "_reset_state", None)
     if reset is not None:
         reset()
@@ -559,13 +529,22 @@ def last_collective() -> str:
     return f"{last['profiling_name']} of {last['input_dtypes']} {last['input_sizes']}"
 
 
-def forget_default_groups() -> None:
-    """Take the group out of the functions that have it for a default argument, so that it is closed when it is left.
+def remaining_restarts(agent: SimpleElasticAgent) -> int:
+    """Return how often torch's elastic agent may still start its workers again."""
+    return int(_need(agent, f"{_AGENT}._remaining_restarts"))
 
-    `torch.distributed.nn.functional`, which comes with FSDP, takes the group that is there when it is imported. One
-    that is never closed has threads until the end, and one of them that drops a tensor while the interpreter goes ends
-    the process with SIGABRT. None, which they have now, means the group of the time of the call.
-    """
+
+def end_restarts(agent: SimpleElasticAgent) -> None:
+    """Have torch's elastic agent start its workers no more."""
+    _need(agent, f"{_AGENT}._remaining_restarts")
+    agent._remaining_restarts = 0
+
+
+def forget_default_groups() -> None:
+    """Take the group out of the functions that have it for a default argument, so that it is closed when it is left."""
+    # `torch.distributed.nn.functional`, which comes with FSDP, takes the group that is there when it is imported. One
+    # that is never closed has threads until the end, and one of them that drops a tensor while the interpreter goes
+    # ends the process with SIGABRT. None, which they get here, means the group of the time of the call.
     for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
         defaults = getattr(function, "__defaults__", None) or ()
         if any(isinstance(value, dist.ProcessGroup) for value in defaults):
@@ -573,10 +552,8 @@ def forget_default_groups() -> None:
 
 
 def clear_dtensor_caches() -> None:
-    """Clear DTensor's caches: they keep connections of a group open that was left, and put it on new tensors.
-
-    Every mesh loses its groups.
-    """
+    """Clear DTensor's caches; every mesh loses its groups."""
+    # They keep connections of a group open that was left, for whose end other ranks wait, and put it on new tensors.
     if "torch.distributed.tensor" not in sys.modules:
         return
     for module, name in (

@@ -12,19 +12,10 @@ from torch import Tensor
 from accel_trainer.errors import UnsupportedTypeError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.tensor_trees import is_tensor
+from accel_trainer.runtime.whereabouts import mark_collectives
 from accel_trainer.tree import leaves, map_leaves
 
-__all__ = [
-    "SENDABLE_DTYPES",
-    "all_gather",
-    "as_sendable_dtype",
-    "backend_takes_cpu",
-    "gather_tensor",
-    "gather_tensors",
-    "map_tensors",
-    "tensors_of",
-    "to_sendable",
-]
+mark_collectives(__file__)
 
 # torch 2.13 renamed it; the old name warns there, the new one is missing before.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-__all__ = ["Hook", "add_hook"]
-
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
+# The attribute of our hooks that has the names of all within: the outermost one is all that `sys` knows. A mark on each
+# hook alone was hidden by the next one, and a second of the same kind came on top.
 _NAMES = "accel_trainer_hooks"
-"""The attribute of our hooks that has the names of all within: the outermost one is all that `sys` knows."""
 
 
 def add_hook(name: str, make: Callable[[Hook], Hook]) -> None:

@@ -1,21 +1,28 @@
-"""Gathering tensors whose shapes differ between ranks: in the first dimension, or in any."""
+"""Gathering rows of which ranks hold unequally many: of one step, or of many; and tensors of unequal shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.collective_checks import UNEVEN_HINT, check_same_call, describe_rows, note_call
+from accel_trainer.runtime.fault_point import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rank_watch import names_failed_rank
-from accel_trainer.runtime.tensor_trees import pad_to
+from accel_trainer.runtime.tensor_trees import pad_to, send_to_device
 from accel_trainer.runtime.transport import gather_tensor, map_tensors, tensors_of
+from accel_trainer.runtime.whereabouts import mark_collectives
+from accel_trainer.tree import leaves, map_leaves
 
-__all__ = ["check_pad_value", "check_uneven_options", "gather_any_shapes", "gather_known_rows", "gather_unknown_rows"]
+mark_collectives(__file__)
 
 
 def check_uneven_options(pad_index: float | None, as_samples: bool) -> bool:
@@ -32,8 +39,7 @@ def check_uneven_options(pad_index: float | None, as_samples: bool) -> bool:
 def gather_known_rows(data: Any, sizes: Sequence[int], process: ProcessContext, *, debug: bool = False) -> Any:
     """Concatenate tensors whose first dimension differs between ranks in a way that all ranks know beforehand.
 
-    Collective: every rank calls it, with the same `sizes`. How many rows each tensor has for a sample is exchanged
-    first: a rank that refused alone would leave the others waiting.
+    Collective: every rank calls it, with the same `sizes`.
 
     Args:
         sizes: the first dimension on each rank. A tensor whose first dimension is a multiple of it has that many rows
@@ -49,6 +55,7 @@ def gather_known_rows(data: Any, sizes: Sequence[int], process: ProcessContext, 
         raise ConfigError(f"got {len(sizes)} sizes for {process.world_size} ranks; give one for each rank")
     checked = describe_rows(data, sizes[process.rank]) if debug else None
     note_call("gather", process, checked=checked, way_out=UNEVEN_HINT)
+    # An exchange of its own: a rank that refused its tensors alone would leave the others waiting.
     _check_rows_for_each(tensors_of("gather_known_rows", data), sizes[process.rank], process)
     return map_tensors("gather_known_rows", lambda tensor: _gather_rows(tensor, sizes, process), data)
 
@@ -97,29 +104,37 @@ def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | 
     tensors = tensors_of("gather", data)
     for tensor in tensors:
         check_pad_value(pad_index or 0, tensor.dtype)
-    note_call("gather", process)
-    own = [tuple(tensor.shape) or (1,) for tensor in tensors]
-    shapes = iter(zip(*check_same_call("gather", describe_rows(tensors, None), process, value=own), strict=True))
-    return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, pad_index), data)
+    return _gather_exchanged(data, tensors, describe_rows(tensors, None), process, pad_index)
 
 
 @names_failed_rank
 def gather_unknown_rows(data: Any, process: ProcessContext) -> Any:
-    """Concatenate tensors that differ between ranks in their first dimension, by sizes that no rank knows beforehand.
+    """Concatenate tensors that differ between ranks in their first dimension alone, by sizes that no rank knows before.
 
-    Collective: every rank calls it, with tensors of the same dtypes and other dimensions. All shapes are exchanged
-    first, as one object.
+    Collective, as `gather_any_shapes`.
     """
     tensors = tensors_of("gather", data)
+    tails = [f"has rows of {tuple(tensor.shape[1:])} and {tensor.dtype}" for tensor in tensors]
+    return _gather_exchanged(data, tensors, tails, process, 0, way_out=UNEVEN_HINT)
+
+
+def _gather_exchanged(
+    data: Any,
+    tensors: Sequence[Tensor],
+    words: Sequence[str],
+    process: ProcessContext,
+    pad_index: float | None,
+    way_out: str = "",
+) -> Any:
     note_call("gather", process)
     own = [tuple(tensor.shape) or (1,) for tensor in tensors]
-    tails = [f"has rows of {shape[1:]} and {tensor.dtype}" for tensor, shape in zip(tensors, own, strict=True)]
-    shapes = iter(zip(*check_same_call("gather", tails, process, value=own, way_out=UNEVEN_HINT), strict=True))
-    return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, 0), data)
+    shapes = iter(zip(*check_same_call("gather", words, process, value=own, way_out=way_out), strict=True))
+    return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, pad_index), data)
 
 
 def check_pad_value(pad_index: float, dtype: torch.dtype) -> None:
-    """Refuse a value that an integer dtype cannot hold, before a rank that has to pad finds out alone."""
+    """Refuse a value that an integer dtype cannot hold."""
+    # On every rank before the exchange: one that has to pad would find out alone.
     if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         return
     limits = torch.iinfo(dtype)
@@ -141,11 +156,219 @@ def _gather_shapes(
     tensor: Tensor, shapes: Sequence[tuple[int, ...]], process: ProcessContext, pad_index: float | None
 ) -> Any:
     """Gather a tensor that has `shapes[r]` on rank r."""
-    if tensor.ndim == 0:
-        tensor = tensor[None]
-    largest = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-    tensor = pad_to(tensor.detach(), largest, pad_index or 0)
-    blocks = gather_tensor(tensor, process).unflatten(0, (len(shapes), largest[0]))
+    blocks = _gather_blocks(tensor if tensor.ndim else tensor[None], shapes, process, pad_index or 0)
     if pad_index is None:
-        return [row for block, shape in zip(blocks, shapes, strict=True) for row in block[tuple(map(slice, shape))]]
-    return torch.cat([block[: shape[0]] for block, shape in zip(blocks, shapes, strict=True)])
+        tails = [tuple(map(slice, shape[1:])) for shape in shapes]
+        return [row[tail] for block, tail in zip(blocks, tails, strict=True) for row in block]
+    return torch.cat(blocks)
+
+
+def _gather_blocks(
+    tensor: Tensor, shapes: Sequence[tuple[int, ...]], process: ProcessContext, fill: float
+) -> list[Tensor]:
+    """Return each rank's rows of a tensor that has `shapes[r]` on rank r, filled up to the largest of them."""
+    largest = tuple(map(max, zip(*shapes, strict=True)))
+    gathered = gather_tensor(pad_to(tensor.detach(), largest, fill), process)
+    return [
+        block[: shape[0]] for block, shape in zip(gathered.unflatten(0, (len(shapes), largest[0])), shapes, strict=True)
+    ]
+
+
+# --- the rows of many steps -------------------------------------------------------------------------------------------
+
+PAD_INDEX = -100
+"""Padding of predictions and labels of different lengths; the value that losses ignore."""
+
+# Rows of many steps are sent in pieces of about this size: the device never holds all predictions of all ranks.
+_PIECE_BYTES = 64 * 2**20
+
+
+class Column(list[Any]):
+    """A list with one entry for each sample, joined end to end with those of other steps: dicts of boxes, strings."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A rank's part of a gather, without the data."""
+
+    structure: Any
+    """Of a step, with None for its leaves."""
+    dtypes: list[torch.dtype | None]
+    """Of each leaf; None for a column."""
+    shapes: list[list[tuple[int, ...]]]
+    """Of each leaf that is no column, one for each step."""
+    misfit: str | None
+
+    def num_dimensions(self) -> list[int]:
+        """Return those of each leaf; 0 for a column."""
+        return [len(shapes[0]) if shapes else 0 for shapes in self.shapes]
+
+
+@names_failed_rank
+def gather_steps(steps: Sequence[Any], process: ProcessContext, device: torch.device | str = "cpu") -> Any:
+    """Return the rows of every rank in sample order: step by step, and within a step rank by rank.
+
+    Collective; every rank gets the result. A rank may come with fewer steps than others, or with none.
+
+    Args:
+        steps: this rank's structures of tensors and columns, one for each step, already without padding. A scalar is
+            one row. Dimensions after the first that differ are filled up with -100; booleans and bytes with 0.
+        device: where tensors with rows are built; those in columns come on the CPU.
+
+    Raises:
+        ConfigError: a leaf is neither, tensors differ in their number of dimensions, or steps in their tensors: a list
+            of tensors is meant as a column, perhaps.
+    """
+    fault_point("eval.gather")
+    note_call("gather", process)
+    own, everyone = _exchange_offers(steps, process)
+    offers = [offer for offer in everyone if offer is not None]
+    if not offers:
+        return None
+    gathered: list[Any] = []
+    for index, dtype in enumerate(offers[0].dtypes):
+        values = own[index] if own else ()
+        if dtype is None:
+            gathered.append(_gather_columns(values, process))
+        else:
+            shapes = [[] if offer is None else offer.shapes[index] for offer in everyone]
+            gathered.append(_gather_leaf(values, shapes, dtype, process, device))
+    iterator = iter(gathered)
+    return map_leaves(lambda _: next(iterator), offers[0].structure)
+
+
+def _exchange_offers(steps: Sequence[Any], process: ProcessContext) -> tuple[list[Any], list[Any]]:
+    """Return this rank's leaves, each over all steps, and the offer of every rank: None for one without steps.
+
+    Collective; on all ranks a ConfigError where the steps of one, or those of two, do not fit together.
+    """
+    by_step = [[_as_leaf(leaf) for leaf in leaves(step, is_leaf=_is_leaf)] for step in steps]
+    misfit = _find_misfit(steps, by_step) if process.is_distributed or len(steps) > 1 else None
+    own = list(zip(*by_step, strict=True)) if misfit is None else []
+    everyone = check_same_call("gather", (), process, value=_describe(steps, own, misfit) if steps else None)
+    offers = [offer for offer in everyone if offer is not None]
+    # Behind the exchange, of which a misfit is a part: all ranks refuse alike, and none waits for one that has raised.
+    _refuse(offer.misfit for offer in offers)
+    _refuse([_compare([offer.num_dimensions() for offer in offers])])
+    return own, everyone
+
+
+def _is_leaf(node: Any) -> bool:
+    return isinstance(node, (Tensor, Column))
+
+
+def _as_leaf(leaf: Any) -> Tensor | Column:
+    """Return a leaf as a column, or as a tensor with a row dimension: a model's scalar output is one row."""
+    if isinstance(leaf, Tensor):
+        return leaf.reshape(1) if leaf.ndim == 0 else leaf
+    if isinstance(leaf, Column):
+        return leaf
+    raise ConfigError(
+        f"the model returned a {type(leaf).__name__} among its predictions, and only tensors, and lists with one entry "
+        "for each sample, can be gathered; name its key in ignore_keys, or in config.keys_to_ignore_at_inference"
+    )
+
+
+def _describe(steps: Sequence[Any], own: Sequence[Sequence[Any]], misfit: str | None) -> _Offer:
+    structure = map_leaves(lambda leaf: None, steps[0], is_leaf=_is_leaf)
+    dtypes = [values[0].dtype if isinstance(values[0], Tensor) else None for values in own]
+    shapes = [[tuple(value.shape) for value in values if isinstance(value, Tensor)] for values in own]
+    return _Offer(structure, dtypes, shapes, misfit)
+
+
+def _gather_columns(own: Sequence[Column], process: ProcessContext) -> list[Any]:
+    """Return one column's entries of every rank. Collective."""
+    by_rank = check_same_call("gather", (), process, value=[send_to_device(list(column), "cpu") for column in own])
+    return [entry for step in zip_longest(*by_rank, fillvalue=()) for entry in chain.from_iterable(step)]
+
+
+def _gather_leaf(
+    steps: Sequence[Tensor],
+    by_rank: Sequence[Sequence[tuple[int, ...]]],
+    dtype: torch.dtype,
+    process: ProcessContext,
+    device: torch.device | str,
+) -> Tensor:
+    """Return the rows of one tensor, which has the shapes `by_rank[r]` in the steps of rank r. Collective."""
+    tail = tuple(map(max, zip(*(shape[1:] for shapes in by_rank for shape in shapes), strict=True)))
+    # -100 is no value of theirs.
+    fill = 0 if dtype in (torch.bool, torch.uint8) else PAD_INDEX
+    if not process.is_distributed:
+        return _join(steps, tail, fill, device)
+    own = _join(steps, tail, fill, "cpu") if steps else torch.empty((0, *tail), dtype=dtype)
+    positions = _positions([[shape[0] for shape in shapes] for shapes in by_rank])
+    longest = max(map(len, positions))
+    result = torch.empty((sum(map(len, positions)), *tail), dtype=dtype, device=device)
+    piece = max(1, _PIECE_BYTES // max(1, math.prod(tail) * result.element_size()))
+    for start in range(0, longest, piece):
+        targets = [rows[start : start + piece] for rows in positions]
+        shapes = [(len(rows), *tail) for rows in targets]
+        sent = own[start : start + piece].to(process.device)
+        for rows, block in zip(targets, _gather_blocks(sent, shapes, process, fill), strict=True):
+            result[torch.from_numpy(rows).to(result.device)] = block.to(result.device)
+    return result
+
+
+def _join(steps: Sequence[Tensor], tail: tuple[int, ...], fill: float, device: torch.device | str) -> Tensor:
+    """Concatenate steps along dim 0, filling the others up to `tail`. One pass: each element is copied once."""
+    if all(step.shape[1:] == tail for step in steps):
+        return torch.cat([step.to(device) for step in steps]) if len(steps) > 1 else steps[0].to(device)
+    joined = torch.full((sum(map(len, steps)), *tail), fill, dtype=steps[0].dtype, device=device)
+    for step, rows in zip(steps, joined.split([len(step) for step in steps]), strict=True):
+        rows[tuple(map(slice, step.shape))] = step
+    return joined
+
+
+def _positions(rows_by_rank: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Return the position of each row in the joined result, for each rank."""
+    steps = [np.repeat(np.arange(len(rows)), np.asarray(rows, dtype=np.int64)) for rows in rows_by_rank]
+    order = np.argsort(np.concatenate(steps), kind="stable")  # within a step, the ranks stay in their order
+    positions = np.empty_like(order)
+    positions[order] = np.arange(len(order))
+    return np.split(positions, np.cumsum([len(each) for each in steps])[:-1])
+
+
+_NO_STRUCTURE = (
+    "predictions hold {}. Each step has to give the same tensors, in a list, too, with one row for each sample; set "
+    "eval_use_gather_object=True if the list has one entry for each sample"
+)
+
+
+def _find_misfit(steps: Sequence[Any], by_step: Sequence[Sequence[Tensor | Column]]) -> str | None:
+    """Return why steps with these leaves cannot be joined, or None."""
+    unequal = next(filter(None, map(_unequal_rows, steps)), None)
+    if unequal is not None:
+        return _NO_STRUCTURE.format(f"a list of tensors with {', '.join(map(str, unequal))} rows in one step")
+    return _compare([[leaf.ndim if isinstance(leaf, Tensor) else 0 for leaf in step] for step in by_step])
+
+
+def _unequal_rows(node: Any) -> tuple[int, ...] | None:
+    """Return the rows of the tensors in a list that is a structure, where they differ: it may be meant as a column."""
+    if isinstance(node, Mapping):
+        node = tuple(node.values())
+    if not isinstance(node, (list, tuple)) or isinstance(node, Column):
+        return None
+    rows = tuple(len(entry) for entry in node if isinstance(entry, Tensor) and entry.ndim)
+    if type(node) is list and len(set(rows)) > 1:
+        return rows
+    return next(filter(None, map(_unequal_rows, node)), None)
+
+
+def _compare(num_dims: Sequence[Sequence[int]]) -> str | None:
+    """Return how steps, or ranks, differ in their leaves, of which each has these numbers of dimensions; or None."""
+    counts = sorted(set(map(len, num_dims)))
+    if len(counts) > 1:
+        return _NO_STRUCTURE.format(f"{', '.join(map(str, counts))} tensors in different steps")
+    different = next((sorted(set(column)) for column in zip(*num_dims, strict=True) if len(set(column)) > 1), None)
+    if different is None:
+        return None
+    return (
+        f"predictions have {different} dimensions in different batches, and they are joined along the first; return "
+        "the same number for each from the model or preprocess_logits_for_metrics"
+    )
+
+
+def _refuse(misfits: Iterable[str | None]) -> None:
+    misfit = next(filter(None, misfits), None)
+    if misfit is not None:
+        raise ConfigError(misfit)

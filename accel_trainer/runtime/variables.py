@@ -12,18 +12,6 @@ from typing import Any, TypeVar
 from accel_trainer.errors import ConfigError
 from accel_trainer.logging import get_logger
 
-__all__ = [
-    "are_libraries_initialized",
-    "clear_environment",
-    "convert_dict_to_env_variables",
-    "get_int_from_env",
-    "parse_choice_from_env",
-    "parse_flag_from_env",
-    "patch_environment",
-    "purge_accelerate_environment",
-    "str_to_bool",
-]
-
 T = TypeVar("T")
 
 logger = get_logger(__name__)

@@ -1,8 +1,6 @@
 """Where a rank is, in words: the section of the run, the collective it waits in, and the line of the user's code.
 
-Read from frames, when somebody asks: a run does nothing for it. Another thread's frames are held only while it cannot
-go on: one held beyond its return keeps its variables, and destroys them in the wrong thread; torch's guards among them,
-which then write to the dispatcher's state of a thread that is in the midst of an operation.
+Read from frames, when somebody asks: a run does nothing for it.
 """
 
 from __future__ import annotations
@@ -11,59 +9,65 @@ import operator
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain, repeat, takewhile
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-__all__ = [
-    "COMPARISON",
-    "RankState",
-    "Whereabouts",
-    "describe_failure",
-    "describe_ranks",
-    "describe_thread",
-    "position_of",
-    "users_line",
-]
-
+F = TypeVar("F")
 _PACKAGE = str(Path(__file__).resolve().parents[1])
+# Of others: by the end of a file's path and the names of its functions, none for all, what runs within.
 _SECTIONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("accel_trainer/trainer/evaluation.py", ("run_evaluation",), "evaluation"),
-    ("", ("save_state", "save_model", "_save_checkpoint"), "save"),
-    ("", ("load_state", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "roll_back", "_roll_back"), "load"),
-    ("accel_trainer/checkpoint/checkpointer.py", ("select_named", "select_newest"), "load"),
-    ("accel_trainer/data/", (), "data loading"),
     ("torch/utils/data/", (), "data loading"),
     ("torch/nn/modules/module.py", ("_call_impl",), "forward"),
-    # Ours too: an engine has a backward and a step of its own, which exchange gradients and norms outside of torch's.
-    ("", ("backward",), "backward"),
     ("torch/autograd/graph.py", ("_engine_run_backward",), "backward"),
-    ("accel_trainer/accelerator/accelerated_optimizer.py", ("step",), "optimizer step"),
     ("torch/optim/", (), "optimizer step"),
     ("transformers/trainer_callback.py", ("call_event",), "callback"),
 )
-"""By the end of a file's path and the names of its functions, none for all, what runs within."""
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
+# Where the innermost frame of a rank is that waits for others.
 _WAITS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (_COLLECTIVES, ()),
     ("torch/distributed/", ()),
     ("torch/nn/parallel/distributed.py", ()),
     ("torch/autograd/graph.py", ("_engine_run_backward",)),
-    ("accel_trainer/runtime/transport.py", ()),
-    ("accel_trainer/runtime/uneven_gather.py", ()),
-    ("accel_trainer/runtime/collectives.py", ()),
-    ("accel_trainer/runtime/collective_checks.py", ()),
-    ("accel_trainer/runtime/rank_watch.py", ("_meet",)),
-    ("accel_trainer/runtime/meeting.py", ("_collect_answers",)),
 )
-"""Where the innermost frame of a rank is that waits for others."""
 COMPARISON = "a comparison of calls"
-_SPOKEN = {"_engine_run_backward": "backward", "_meet": COMPARISON, "_collect_answers": "a meeting"}
+
+# Our own functions are marked where they are defined, so that a new name or place of one cannot hide it from reports.
+_marked_sections: dict[tuple[str, int], str] = {}
+# By the file and first line of a function's code, as its frames have them: no code is held for it, whose destruction in
+# a thread that watches is what the reader of stacks avoids.
+_marked_waits: dict[tuple[str, int], str] = {}
+_waiting_files: set[str] = set()
 _STACK_LIMIT = 24
+
+
+def section(name: str) -> Callable[[F], F]:
+    """Decorate a function within which reports say that a rank is in `name`; it comes back as it is, at no cost a call.
+
+    Below other decorators: it marks the code of what it is given.
+    """
+    return lambda function: _mark(_marked_sections, function, name)
+
+
+def waits(name: str) -> Callable[[F], F]:
+    """Decorate a function in which a rank waits for others, as reports say in `name`; see `section`."""
+    return lambda function: _mark(_marked_waits, function, name)
+
+
+def _mark(marks: dict[tuple[str, int], str], function: F, name: str) -> F:
+    code = function.__code__  # type: ignore[attr-defined]
+    marks[code.co_filename, code.co_firstlineno] = name
+    return function
+
+
+def mark_collectives(path: str) -> None:
+    """Note that the functions of a module wait for other ranks; call it with `__file__`."""
+    _waiting_files.add(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +108,14 @@ class _Call(NamedTuple):
     path: str
     name: str
     line: int
+    first_line: int
+    """Of the function."""
 
 
-_READ_FRAME = operator.attrgetter("f_code.co_filename", "f_code.co_name", "f_lineno")
+# Another thread's frames are read at once, and none is held: one held beyond its return keeps its variables, and
+# destroys them in the wrong thread; torch's guards among them, which then write to the dispatcher's state of a thread
+# that is in the midst of an operation.
+_READ_FRAME = operator.attrgetter("f_code.co_filename", "f_code.co_name", "f_lineno", "f_code.co_firstlineno")
 _READ_LIMIT = 100
 
 
@@ -134,52 +143,56 @@ def users_line() -> str:
 
 
 def _calls(frames: Iterable[tuple[FrameType, int]]) -> list[_Call]:
-    return [_Call(frame.f_code.co_filename, frame.f_code.co_name, line) for frame, line in frames]
+    codes = ((frame.f_code, line) for frame, line in frames)
+    return [_Call(code.co_filename, code.co_name, line, code.co_firstlineno) for code, line in codes]
 
 
 def _calls_of(thread_id: int) -> list[_Call]:
-    """Return the calls that a thread is in, outermost first: the innermost 100; empty for one that has ended.
-
-    One call of C asks for the frames and drops each once it is read: the interpreter changes threads between
-    instructions of Python, of which there is none in it. `accumulate` keeps the last frame, and ends with the call: it
-    has no name here. Not faulthandler: it walks the list of threads without its lock, and crashes where one of gloo's
-    is just being added (Python 3.11).
-    """
+    """Return the calls that a thread is in, outermost first: the innermost 100; empty for one that has ended."""
+    # One call of C asks for the frames and drops each once it is read: the interpreter changes threads between
+    # instructions of Python, of which there is none in it. `accumulate` keeps the last frame, and ends with the call:
+    # it has no name here.
+    # Not faulthandler: it walks the list of threads without its lock, and crashes where one of gloo's is just being
+    # added (Python 3.11).
     innermost = map(operator.itemgetter(thread_id), map(operator.call, (sys._current_frames,)))
     steps = chain(innermost, repeat("f_back", _READ_LIMIT - 1))
     try:
         found = list(map(_READ_FRAME, takewhile(operator.truth, accumulate(steps, getattr))))
     except KeyError:
         return []
-    return [_Call(path, name, line or 0) for path, name, line in reversed(found)]
+    return [_Call(path, name, line or 0, first_line) for path, name, line, first_line in reversed(found)]
 
 
 def _describe(calls: list[_Call]) -> Whereabouts:
     sections: dict[str, None] = {}
     for caller, call in zip([None, *calls], calls, strict=False):
-        section = _section(call, caller)
-        if section:
-            sections[section] = None
-    stack = traceback.StackSummary.from_list([(path, line, name, None) for path, name, line in calls[-_STACK_LIMIT:]])
+        if title := _section(call, caller):
+            sections[title] = None
+    innermost = calls[-_STACK_LIMIT:]
+    stack = traceback.StackSummary.from_list([(call.path, call.line, call.name, None) for call in innermost])
     return Whereabouts(" > ".join(sections), _operation(calls), _line(calls), "".join(stack.format()))
 
 
 def _section(call: _Call, caller: _Call | None) -> str:
-    for end, names, section in _SECTIONS:
-        if end in call.path and (not names or call.name in names) and (end or _PACKAGE in call.path):
+    for end, names, title in _SECTIONS:
+        if end in call.path and (not names or call.name in names):
             # transformers has a method per event, by its name, that calls the one for all of them.
-            return f"callback {caller.name}" if section == "callback" and caller else section
-    return ""
+            return f"callback {caller.name}" if title == "callback" and caller else title
+    return _marked_sections.get((call.path, call.first_line), "")
 
 
 def _operation(calls: list[_Call]) -> str:
-    if not calls or not _is_among(calls[-1], _WAITS):
+    waiting = list(takewhile(_waits, _innermost_first(calls))) if calls and _waits(calls[-1]) else []
+    if not waiting:
         return ""
-    waiting = list(takewhile(lambda call: _is_among(call, _WAITS), _innermost_first(calls)))
     names = [call.name for call in waiting if _COLLECTIVES in call.path]
     # Decorators around a collective; and all_gather_object() is what was called, not the all_gather within.
-    names = [name for name in names if name not in ("wrapper", "inner")] or [waiting[-1].name]
-    return _SPOKEN.get(names[-1], names[-1])
+    names = [name for name in names if name not in ("wrapper", "inner")]
+    if names:
+        return names[-1]
+    outermost = waiting[-1]
+    name = "backward" if outermost.name == "_engine_run_backward" else outermost.name
+    return _marked_waits.get((outermost.path, outermost.first_line), name)
 
 
 def _innermost_first(calls: list[_Call]) -> Iterator[_Call]:
@@ -187,16 +200,20 @@ def _innermost_first(calls: list[_Call]) -> Iterator[_Call]:
     return (call for call in reversed(calls) if not call.path.endswith("contextlib.py"))
 
 
-def _is_among(call: _Call, places: Iterable[tuple[str, tuple[str, ...]]]) -> bool:
-    return any(end in call.path and (not names or call.name in names) for end, names in places)
+def _waits(call: _Call) -> bool:
+    return (
+        call.path in _waiting_files
+        or (call.path, call.first_line) in _marked_waits
+        or any(end in call.path and (not names or call.name in names) for end, names in _WAITS)
+    )
 
 
 def _line(calls: list[_Call]) -> str:
     if not calls:
         return "an unknown line"
     own = [call for call in calls if not _is_librarys(call.path)]
-    path, name, line = (own or calls)[-1]
-    return f"{name} ({Path(path).name}:{line})"
+    call = (own or calls)[-1]
+    return f"{call.name} ({Path(call.path).name}:{call.line})"
 
 
 @cache

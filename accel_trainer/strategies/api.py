@@ -19,24 +19,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.manifest import Manifest
-from accel_trainer.checkpoint.format.placement import local_tensor
-from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
-from accel_trainer.checkpoint.reader import StoredCheckpoint
+from accel_trainer.checkpoint.boxes import Box
+from accel_trainer.checkpoint.shards import local_tensor
 from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.comm_hooks import CommHook
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.parameter_state.base_io import CheckpointIO
 
 __all__ = [
     "BaseStrategy",
@@ -126,104 +122,6 @@ class StepOutcome:
     """False when the update was skipped because fp16 gradients overflowed."""
     grad_norm: Tensor | None = None
     """Global gradient norm before clipping, where the engine computed one in its step."""
-
-
-class CheckpointIO(Protocol):
-    """State in and out of a unit, keyed by the user's parameter names, never by rank.
-
-    Every method is collective unless it says otherwise.
-    """
-
-    def full_model_state(self) -> dict[str, Tensor]:
-        """Return all parameters and persistent buffers as CPU tensors on rank 0, and an empty dict elsewhere."""
-
-    def lazy_model_state(self) -> Mapping[str, LazyTensor]:
-        """Return parameters and persistent buffers as tensors that are gathered when they are called.
-
-        Names of tied parameters have one such object. Calls are collective: every rank makes them, in the same order,
-        and gets the values.
-        """
-
-    def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-        """Load a state of `full_model_state` at once; see `plan_full_model_load`."""
-        self.plan_full_model_load(state, strict=strict)()
-
-    def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
-        """Check that a state of `full_model_state` fits the model, and return the collective call that loads it.
-
-        Nothing changes before that call. Rank 0's mapping counts; other ranks may pass an empty one.
-
-        Raises:
-            IncompatibleCheckpointError: names or shapes differ; on every rank.
-        """
-
-    def full_optimizer_state(self, keep: bool | None = None) -> dict[str, Any]:
-        """Return `{"state": {name: ...}, "param_groups": [{"params": [name, ...], ...}]}` on rank 0, `{}` elsewhere.
-
-        Of this unit's parameters, which one or several optimizers hold: the groups of all, one after the other.
-        Collective.
-
-        Args:
-            keep: whether this rank gets it; rank 0 alone when None.
-        """
-
-    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Load a state of `full_optimizer_state` at once; see `plan_full_optimizer_load`."""
-        self.plan_full_optimizer_load(state)()
-
-    def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Check that a state of `full_optimizer_state` fits, and return the collective call that loads it.
-
-        Nothing changes before that call. Rank 0's mapping counts. Groups are found by their parameters: in which
-        optimizer they are, and in what order, may have changed.
-
-        Raises:
-            IncompatibleCheckpointError: it was saved for other parameters or groups; on every rank.
-        """
-
-    def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
-        """Write model and optimizers into a checkpoint, each rank its shards, under names that begin with `prefix`.
-
-        `PREFIX.json` has an entry "engine": the one whose layout the other files have. "torch" is the layout by
-        parameter name, which loads on any number of ranks and any native strategy.
-
-        Args:
-            weights: False leaves out the model's, which somebody else saves.
-        """
-
-    def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
-        """Load a unit that `save` wrote, at once; see `plan_load`."""
-        self.plan_load(stored, prefix, weights=weights)()
-
-    def plan_load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> Callable[[], None]:
-        """Verify a unit that `save` wrote, and return the collective call that reads this rank's boxes of it.
-
-        Nothing changes before that call.
-
-        Raises:
-            IncompatibleCheckpointError: another engine wrote it; or names, shapes or parameter groups differ.
-            CorruptCheckpointError: a file was changed.
-        """
-
-    def files(self, manifest: Manifest, prefix: str) -> Iterable[str]:
-        """Return the names of the files that `load` opens on this rank, for their verification. Not collective."""
-
-    def load_engine_files(self, directory: Path) -> None:
-        """Load weights and optimizer state from files in the engine's own format, of any other library's run.
-
-        Raises:
-            IncompatibleCheckpointError: another number of ranks wrote them, or there is no engine.
-            CheckpointNotFoundError: the engine finds none in the directory.
-        """
-
-    def local_bytes(self, *, weights: bool = True) -> int:
-        """Return the size of the tensors that `save` writes on this rank. Not collective."""
-
-    def save_sharded_optimizer(self, path: Path) -> None:
-        """Write the optimizers' state, each rank its shards, to a torch.distributed.checkpoint directory."""
-
-    def load_sharded_optimizer(self, path: Path) -> None:
-        """Read a directory of `save_sharded_optimizer`, on any number of ranks."""
 
 
 @dataclass(frozen=True)

@@ -13,24 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from accel_trainer.runtime.torch_private import non_persistent_buffers
 
-__all__ = [
-    "broadcast_buffers",
-    "broadcast_module_states",
-    "broadcast_tensors",
-    "buckets_of",
-    "share_buffers_in_evaluation",
-    "split_like",
-]
-
+# One collective for many small tensors; a copy of one bucket, and not of the model, is in memory at a time.
 _BUCKET_BYTES = 64 * 2**20
 
 
 def broadcast_module_states(module: nn.Module, device: torch.device) -> None:
-    """Give every rank rank 0's parameters and buffers, in buckets of 64 MiB on `device`.
-
-    Collective: every rank calls it with the same module. Without it, a model initialised from different seeds would be
-    sharded into pieces of different models, and nothing would say so.
-    """
+    """Give every rank rank 0's parameters and buffers, in buckets of 64 MiB on `device`. Collective."""
+    # Without it, a model initialised from different seeds would be other models on other ranks, and nothing would say
+    # so. By id: a tied parameter is sent once.
     tensors = {id(t): t.detach() for t in [*module.parameters(), *module.buffers()]}
     broadcast_tensors(tensors.values(), device)
 
@@ -67,18 +57,17 @@ def _saved_buffers(model: nn.Module) -> list[torch.Tensor]:
 def share_buffers_in_evaluation(called: nn.Module, model: nn.Module, device: torch.device) -> None:
     """Have all ranks evaluate with rank 0's saved buffers, if a model has any, where the engine does not see to it.
 
-    Statistics of a batch norm are each rank's own since its last forward of training. DDP sends rank 0's before every
-    forward; here the first one in evaluation mode after training does, and is collective for it.
-
     Args:
         called: the module that the loop calls.
-        model: with the buffers; in evaluation mode after its `eval()`.
-        device: where they are exchanged.
+        model: with the buffers. Its first forward in evaluation mode after training is collective.
     """
+    # Statistics of a batch norm are each rank's own since its last forward of training, and rank 0's are saved. DDP
+    # sends them before every forward; an evaluation without that would be of another model on each rank.
     if dist.get_world_size() == 1 or not _saved_buffers(model):
         return
     has_trained = False
-    owner = weakref.ref(model)  # which holds the hook
+    # The model holds the hook: a strong reference would make a circle, and its memory wait for the collector.
+    owner = weakref.ref(model)
 
     def follow(module: nn.Module, args: Any) -> None:
         nonlocal has_trained

@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_trainer.errors import ConfigError, did_you_mean
 
-__all__ = ["CommHook", "DDPCommunicationHookType"]
-
 
 class DDPCommunicationHookType(StrEnum):
     """Compression of a bucket of gradients."""

@@ -11,15 +11,7 @@ from torch import nn
 from accel_trainer.config import CompileConfig
 from accel_trainer.runtime.torch_private import compile_call
 
-__all__ = [
-    "apply_compile",
-    "compile_regions",
-    "has_repeated_blocks",
-    "is_repeated_blocks",
-    "repeated_blocks",
-    "reuses_outputs",
-]
-
+# Modes in which inductor replays CUDA graphs, whose outputs lie in memory that the next replay writes to.
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 

@@ -13,21 +13,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.precision import PrecisionPolicy, apply_autocast, apply_float8
+from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.memory import groups_left_behind
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import abandon_exchange, exposed_exchange_seconds
+from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, StepOutcome, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
-from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.gradients import has_any, leaves_of
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.loss_scale import LossScale
-from accel_trainer.strategies.ownership import check_frozen
+from accel_trainer.strategies.optimizers import check_frozen
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
-from accel_trainer.strategies.single import NativeUnit, check_optimizers, place, require_values, with_optimizers
-
-__all__ = ["DDPStrategy", "DDPUnit"]
+from accel_trainer.strategies.single import (
+    NativeUnit,
+    check_optimizers,
+    prepare_module,
+    require_values,
+    with_optimizers,
+)
 
 
 class DDPUnit(NativeUnit):
@@ -60,6 +64,7 @@ class DDPUnit(NativeUnit):
             self.local_replicas = LocalReplicas(self._replicas, self.optimizers, is_asked_for=updates_locally)
             _outlive_reducer(self._replicas)
 
+    @section("backward")
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate gradients of `loss`. Collective where they are exchanged.
 
@@ -87,7 +92,9 @@ class DDPUnit(NativeUnit):
             handle = replicas.register_forward_pre_hook(forget)
 
     def _refuse_second_exchange(self, loss: Tensor) -> None:
-        """Refuse a second backward of one forward: DDP exchanges in the first, and would add this rank's gradients."""
+        """Refuse a second backward of one forward."""
+        # DDP exchanges in the first one alone: the second adds this rank's own gradients to the mean, and replicas
+        # drift apart without a word.
         if has_any(self.module, leaves_of(loss)):
             raise ConfigError(
                 f"backward() was called a second time after one forward of {type(self.module).__name__}, and DDP "
@@ -197,10 +204,7 @@ class DDPStrategy(BaseStrategy):
         # A model that the user has wrapped is taken as it is; wrapping it twice would average gradients twice.
         wrapped = job.model if isinstance(job.model, DistributedDataParallel) else None
         module = wrapped.module if wrapped is not None else job.model
-        apply_float8(module, precision)
-        place(module, job, process)
-        apply_autocast(module, precision)
-        apply_compile(module, job.config.compile, job.compile_options)
+        prepare_module(module, job, precision, process)
         model = wrapped if wrapped is not None else module
         trains = any(parameter.requires_grad for parameter in module.parameters()) and not job.evaluation_only
         if trains and wrapped is None and process.backend is not None:
@@ -208,18 +212,18 @@ class DDPStrategy(BaseStrategy):
             if job.comm_hook is not None:
                 job.comm_hook.register(model)
         elif wrapped is None and process.is_distributed:
+            # What DDP does when it wraps: ranks that built the model from other seeds would evaluate other models.
             broadcast_module_states(module, process.device)
         updates_locally = job.config.local_steps is not None
         return with_optimizers(DDPUnit(model, module, job.loss_scale, updates_locally=updates_locally), job)
 
 
 def _outlive_reducer(model: DistributedDataParallel) -> None:
-    """Keep the process group of a wrapped model until the model's reducer is gone.
-
-    The last to let go of a gloo group waits for its threads, and one of them may be waiting for the interpreter's lock,
-    to drop what the last exchange held. A `ProcessGroup` gives the lock away while it ends; a reducer does not (torch
-    2.11 to 2.13): a script whose model outlives `end_training()` hung at its end, once in 40 runs of a busy machine.
-    """
+    """Keep the process group of a wrapped model until the model's reducer is gone."""
+    # The last to let go of a gloo group waits for its threads, and one of them may be waiting for the interpreter's
+    # lock, to drop what the last exchange held. A `ProcessGroup` gives the lock away while it ends; a reducer does not
+    # (torch 2.11 to 2.13): a script whose model outlives `end_training()` hung at its end, in 2 of 66 runs on a busy
+    # machine. Groups that were kept for earlier models end here, where their reducers are gone.
     groups_left_behind.clear()
     # Not dropped by the callback itself: the garbage collector calls it before it clears anything.
     weakref.finalize(model.reducer, groups_left_behind.append, model.process_group).atexit = False

@@ -16,17 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_, foreach_norm
 
-__all__ = [
-    "choose_samples",
-    "clip_grad_norm",
-    "clip_grad_value",
-    "gradients_of",
-    "has_any",
-    "leaves_of",
-    "sample_sum",
-    "scale_gradients",
-]
-
 _NUM_SAMPLES = 4
 _SMALL = 1 << 14
 """Elements of a parameter whose gradient is summed in microseconds."""
@@ -52,10 +41,9 @@ def _shards(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _is_one_kind(gradients: list[Tensor]) -> bool:
-    """Whether `torch.nn.utils.get_total_norm` would compute their norms by one kernel.
-
-    Its grouping takes as long as the kernel of a small model: 14 us against 7 for four gradients on a CPU.
-    """
+    """Whether `torch.nn.utils.get_total_norm` would compute their norms by one kernel."""
+    # Its grouping takes as long as the kernel of a small model: 14 us against 7 for four gradients on a CPU, which is
+    # 3 to 4 % of a step of 0.4 ms.
     device, dtype = gradients[0].device, gradients[0].dtype
     if device.type not in ("cpu", "cuda"):
         return False
@@ -102,12 +90,10 @@ def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
 
 @torch.no_grad()
 def _sharded_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Norm over gradients of which some are sharded, each over axes of its own. Collective over each of these axes.
-
-    With the digits of DTensor's own where one axis shards all of them. That reduces each parameter by itself where
-    their axes differ, and compares meshes rank by rank: with 37 parameters on 4,096 ranks, a sixth of an update of a
-    small model.
-    """
+    """Norm over gradients of which some are sharded, each over axes of its own. Collective over each of these axes."""
+    # Not DTensor's own, which reduces each parameter by itself where their axes differ, and compares meshes rank by
+    # rank: with 37 parameters on 4,096 ranks, a sixth of an update of a small model. The order of the steps is its
+    # order - one norm for each parameter, reduced as a vector, then made one - and so are the digits.
     if norm_type <= 0:
         raise ConfigError(f"norm_type={norm_type}: norms of sharded gradients have a positive order; use 2.0 or inf")
     shards: dict[Groups, list[Tensor]] = defaultdict(list)
@@ -141,10 +127,8 @@ def _reduce_over(group: dist.ProcessGroup, norms: dict[Groups, Tensor], norm_typ
 
 
 def _maximum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the maximum over ranks, NaN where a rank has NaN. Collective.
-
-    gloo's own passes over it, or does not, by the number of the rank.
-    """
+    """Return the maximum over ranks, NaN where a rank has NaN. Collective."""
+    # gloo's own keeps or drops a NaN by the number of the rank that has it. The flag travels in the same collective.
     is_nan = values.isnan()
     both = torch.stack([values.masked_fill(is_nan, 0.0), is_nan.to(values.dtype)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
@@ -164,10 +148,8 @@ def _shard_of(gradient: Tensor) -> tuple[Groups, Tensor]:
 
 
 def _norms(shards: list[Tensor], norm_type: float, nothing: Tensor) -> Tensor:
-    """Return the norm of each shard: a vector with the device and dtype of `nothing`, which is 0.
-
-    torch refuses the maximum of nothing, and a rank's shard of a parameter with fewer rows than ranks is empty.
-    """
+    """Return the norm of each shard: a vector with the device and dtype of `nothing`, which is 0."""
+    # torch refuses the maximum of nothing, and a rank's shard of a parameter with fewer rows than ranks is empty.
     held = [shard for shard in shards if shard.numel()]
     norms = iter(foreach_norm(held, norm_type, nothing.dtype) if held else ())
     return torch.stack([next(norms).to(nothing.device) if shard.numel() else nothing for shard in shards])
@@ -187,17 +169,16 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: flo
         return torch.tensor(0.0)
     norm = total_norm(gradients, float(norm_type))  # torch takes "inf", too
     if max_norm != float("inf"):
+        # Multiplied by 1 where nothing is to be clipped: a branch on the norm would wait for the device.
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         _multiply(gradients, factor)
     return norm
 
 
 def choose_samples(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return a few small parameters, from the first to the last, of which each rank holds as much as the others.
-
-    The choice is the same on all ranks. A NaN that comes up in a backward is in the gradients of what lies before it,
-    and one in the loss in all: the first and the last are among the small ones.
-    """
+    """Return a few small parameters, from the first to the last, the same on all ranks."""
+    # A NaN that comes up in a backward is in the gradients of what lies before it, and one in the loss in all: samples
+    # from both ends meet both. Evenly sharded ones alone, so that no rank has an empty shard and sees nothing.
     even = [p for p in parameters if p.requires_grad and p.numel() and _is_even(p)]
     small = [p for p in even if p.numel() <= _SMALL] or sorted(even, key=torch.numel)[:1]
     last = len(small) - 1

@@ -21,8 +21,6 @@ from accel_trainer.config import OuterOptimizerConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.broadcast_values import broadcast_tensors, buckets_of, split_like
 
-__all__ = ["LocalReplicas", "OuterOptimizer", "configured_outer", "require_replicas"]
-
 
 class OuterOptimizer:
     """The weights that the replicas left from, and an optimizer that updates them towards the mean of the replicas.
@@ -134,7 +132,8 @@ class LocalReplicas:
         self.is_apart, self.num_steps = True, num_steps
         self._trained = self._trained_names()
         self._wrapper.require_backward_grad_sync = False
-        self._wrapper.require_forward_param_sync = False  # else the next forward takes rank 0's buffers
+        # Else the next forward takes rank 0's buffers. DDP sets it anew at the end of each forward, by the other flag.
+        self._wrapper.require_forward_param_sync = False
         if self.outer is not None and num_steps == 0:
             self.outer.leave_from(self._wrapper.module)
 
@@ -215,6 +214,7 @@ class LocalReplicas:
 
         Buffers become rank 0's.
         """
+        # Those that were trained when the replicas parted, too: one may have been frozen since, and differ.
         names = self._trained | self._trained_names()
         named = self._wrapper.module.named_parameters()
         self._average(parameter.detach() for name, parameter in named if name in names)
@@ -235,6 +235,7 @@ class LocalReplicas:
         if not self.is_apart:
             return  # no update of their own yet
         self.average_weights()
+        # States too: DDP exchanges gradients and never looks at weights, so replicas with other moments drift apart.
         for optimizer in self._optimizers:
             self._unite(optimizer)
         self._join()
@@ -266,6 +267,7 @@ class LocalReplicas:
         """Make the state of an optimizer alike: that of its parameters, what it keeps beside, and what groups learn."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         held = [*(optimizer.state[parameter] for parameter in parameters), optimizer.state, *optimizer.param_groups]
+        # All ranks go through the same list in the same order: what follows are collectives.
         entries = [_entry(each) for each in held]
         tensors, differing = _sort_out(entries)
         self._average(tensors)
@@ -330,15 +332,7 @@ def _placed(value: Any, before: Any, parameter: Tensor | None) -> Any:
 def require_replicas(
     replicas: LocalReplicas | None, module: nn.Module, strategy: str, is_scaled: bool
 ) -> LocalReplicas:
-    """Return the replicas of a prepared model, for updates of each rank's own.
-
-    Args:
-        strategy: its name.
-        is_scaled: losses are scaled, as fp16 wants it.
-
-    Raises:
-        ConfigError: the strategy keeps none, or losses are scaled.
-    """
+    """Return the replicas of a prepared model; a ConfigError where its strategy keeps none, or losses are scaled."""
     if is_scaled:
         raise ConfigError(
             "LocalSGD was asked for with mixed_precision='fp16', whose loss scale all ranks share: an overflow on "

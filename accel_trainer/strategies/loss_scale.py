@@ -15,18 +15,15 @@ from torch.overrides import TorchFunctionMode
 
 from accel_trainer.runtime.torch_private import check_scaler, scaler_states, scales_itself
 from accel_trainer.strategies.gradients import scale_gradients
-from accel_trainer.strategies.ownership import parameters_of
-
-__all__ = ["LossScale"]
+from accel_trainer.strategies.optimizers import parameters_of
 
 
 class _BlockingReads(TorchFunctionMode):
-    """Context in which copies to the host are complete when they are returned.
+    """Context in which copies to the host are complete when they are returned."""
 
-    A GradScaler asks for copies of the scale and of overflows that do not block, and computes with them at once (torch
-    2.11 to 2.13). Where gradients are on the host, the scale has not arrived yet, and an overflow that is found there
-    is overwritten by the 0 that comes late.
-    """
+    # A GradScaler asks for copies of the scale and of overflows that do not block, and computes with them at once
+    # (torch 2.11 to 2.13). Where gradients are on the host, the scale has not arrived yet, and an overflow that is
+    # found there is overwritten by the 0 that comes late. Shards that are offloaded are on the host.
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

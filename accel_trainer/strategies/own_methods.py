@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.weights.adapters import adapter_folders, gather_adapters, unsharded_prompts
 from accel_trainer.checkpoint.weights.writing import full_state_dicts, gather_to_file
 from accel_trainer.errors import ConfigError
@@ -19,19 +19,16 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
 
-__all__ = ["SavePretrained", "gather_in_save_pretrained", "refuse_merges"]
-
 _MERGES = ("merge_and_unload", "merge_adapter")
 
 
 def gather_in_save_pretrained(model: nn.Module, process: ProcessContext, io: Callable[[], CheckpointIO] | None) -> None:
     """Have the model's own `save_pretrained`, if it has one, write full weights. Nothing is communicated here.
 
-    Scripts written for one process call it, and it would find this rank's shards.
-
     Args:
         io: returns the reader of the model's state; None where each rank has full weights, and nothing is gathered.
     """
+    # Scripts written for one process call it, and it would find this rank's shards.
     if callable(getattr(type(model), "save_pretrained", None)):
         model.save_pretrained = SavePretrained(model, process, io)  # type: ignore[assignment]
 

@@ -9,17 +9,13 @@ from torch import nn
 
 from accel_trainer.errors import ConfigError
 
-__all__ = ["keep_gradients", "keep_scales", "refuse_8bit_shards"]
-
 _CPU_PACKING = "support_avx512bf16_for_cpu"
 
 
 def keep_gradients(model: nn.Module, device: torch.device) -> None:
-    """Have 4-bit layers on a CPU keep the layout that gradients pass through.
-
-    On a CPU with AVX512-BF16 bitsandbytes (0.50.2, nn/modules.py:605) packs their weights anew in the first evaluation,
-    and all that is trained after it, in plain PyTorch too, gets gradients of zero without a word.
-    """
+    """Have 4-bit layers on a CPU keep the layout that gradients pass through."""
+    # On a CPU with AVX512-BF16 bitsandbytes (0.50.2, nn/modules.py:605) packs their weights anew in the first
+    # evaluation, and all that is trained after it, in plain PyTorch too, gets gradients of zero without a word.
     if device.type != "cpu":
         return
     for module in model.modules():
@@ -29,10 +25,8 @@ def keep_gradients(model: nn.Module, device: torch.device) -> None:
 
 
 def keep_scales(model: nn.Module) -> None:
-    """Have states of a sharded model hold the scales of 4-bit layers, as those of any other do.
-
-    bitsandbytes writes what it finds at the parameter, and sharding has replaced that; the layer has it, too.
-    """
+    """Have states of a sharded model hold the scales of 4-bit layers, as those of any other do."""
+    # bitsandbytes writes what it finds at the parameter, and sharding has replaced that; the layer has it, too.
     for module in model.modules():
         scales: Any = getattr(module, "quant_state", None)
         if scales is None:  # asked for first: the weight of a parametrization is computed

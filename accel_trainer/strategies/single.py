@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.placement import local_box, local_tensor, wrap_local_like
+from accel_trainer.checkpoint.boxes import Box
+from accel_trainer.checkpoint.shards import local_box, local_tensor, wrap_local_like
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, apply_float8
 from accel_trainer.runtime.model_wrappers import move_module
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies import gradients
 from accel_trainer.strategies.api import (
     BaseStrategy,
@@ -28,18 +29,8 @@ from accel_trainer.strategies.api import (
 )
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.loss_scale import LossScale
-from accel_trainer.strategies.ownership import check_disjoint, check_optimizer_belongs
+from accel_trainer.strategies.optimizers import check_disjoint, check_optimizer_belongs
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO, state_follows_parameters
-
-__all__ = [
-    "NativeUnit",
-    "SingleStrategy",
-    "check_optimizers",
-    "make_contiguous",
-    "place",
-    "require_values",
-    "with_optimizers",
-]
 
 logger = logging.get_logger(__name__)
 
@@ -59,6 +50,15 @@ def place(model: nn.Module, job: TrainJob, process: ProcessContext) -> None:
     """Move the model to this rank's device, tied weights staying tied; nothing moves when it is there already."""
     if job.device_placement:
         move_module(model, process.device)
+
+
+def prepare_module(module: nn.Module, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
+    """Place a module that stays in one piece, have it compute in its precision, and compile it; all in place."""
+    # fp8 replaces modules, so before all that takes hold of one; compiling comes last, around the autocast.
+    apply_float8(module, precision)
+    place(module, job, process)
+    apply_autocast(module, precision)
+    apply_compile(module, job.config.compile, job.compile_options)
 
 
 def make_contiguous(model: nn.Module, engine: str) -> None:
@@ -101,6 +101,7 @@ class NativeUnit(TrainUnit):
         if loss_scale is not None:
             loss_scale.serve(self)
 
+    @section("backward")
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate gradients of `loss`, scaled where fp16 asks for it."""
         (loss if self._scale is None else self._scale.scale(loss)).backward(**kwargs)
@@ -141,6 +142,7 @@ class NativeUnit(TrainUnit):
 
     def _unscaled(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
         """Return the parameters, whose gradients are unscaled now; other units' may be among them."""
+        # Before any clipping: a bound that is compared with scaled gradients would clip them all.
         if self._scale is None:
             return parameters
         given = list(parameters)
@@ -174,6 +176,7 @@ class NativeUnit(TrainUnit):
     def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
         """Drop the gradients of an optimizer's parameters."""
         for each in self.optimizers if optimizer is None else (optimizer,):
+            # First: a batch that is skipped after clipping would leave its overflow in the scale of the next one.
             if self._scale is not None:
                 self._scale.drop(each)
             each.zero_grad(set_to_none)
@@ -185,6 +188,7 @@ class NativeUnit(TrainUnit):
         known = self.known_parameters()
         check_optimizer_belongs(optimizer, self.module, known)
         check_disjoint([*self.optimizers, optimizer], known)
+        # An optimizer that has stepped before prepare() holds its moments where the parameters were then.
         state_follows_parameters(optimizer, self.module.parameters())
         self.optimizers.append(optimizer)
 
@@ -227,8 +231,5 @@ class SingleStrategy(BaseStrategy):
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
         """Place the model and put autocast on it; the returned unit's model is the user's own object."""
         self.check(job, precision, process)
-        apply_float8(job.model, precision)
-        place(job.model, job, process)
-        apply_autocast(job.model, precision)
-        apply_compile(job.model, job.config.compile, job.compile_options)
+        prepare_module(job.model, job, precision, process)
         return with_optimizers(NativeUnit(job.model, job.model, job.loss_scale), job)

@@ -14,8 +14,6 @@ from typing import Any
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.accelerator.shared_state import PartialState
 
-__all__ = ["share_accelerator", "share_process"]
-
 _MODULE = "accelerate.state"
 
 
@@ -34,6 +32,7 @@ def share_process(state: PartialState, *, keep: bool = False) -> None:
     is_same = shown and all(shown.get(name) == described[name] for name in ("device", "process_index", "num_processes"))
     if is_same or (shown and keep):
         return
+    # It has a copy of what PartialState shows: of a device and a rank that are no more.
     module.AcceleratorState._shared_state.clear()
     shown.clear()
     shown.update(described)
@@ -44,6 +43,7 @@ def share_accelerator(accelerator: Accelerator) -> None:
     module = sys.modules.get(_MODULE)
     if module is None:
         return
+    # Into the dictionaries that all instances share: a constructor would choose device and process group itself.
     state = accelerator.state
     process = _describe_process(module, state)
     for shown in (module.PartialState._shared_state, module.AcceleratorState._shared_state):

@@ -8,33 +8,29 @@ quadratic time (EvalLoopContainer.add, trainer_pt_utils.py:376).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.trainer_callback import TrainerCallback
-from transformers.trainer_pt_utils import find_batch_size, nested_detach
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 from transformers.utils import logging
 
-from accel_trainer.accelerator.accelerator import Accelerator
-from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.collectives import gather, gather_object
-from accel_trainer.runtime.fault_injection import fault_point
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.collectives import gather_object
 from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.runtime.tensor_trees import is_tensor, send_to_device
+from accel_trainer.runtime.uneven_gather import Column, gather_steps
+from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.compile import reuses_outputs
-from accel_trainer.trainer.loss_normalization import counting_locally, counts_by_rows
-from accel_trainer.trainer.running_trainer import EvaluatingTrainer
-from accel_trainer.tree import leaves, map_leaves
+from accel_trainer.trainer.loss import counting_locally, counts_by_rows
+from accel_trainer.tree import map_leaves
 
-__all__ = ["PAD_INDEX", "EvaluationPreempted", "concat_steps", "gather_steps", "run_evaluation", "to_numpy"]
+if TYPE_CHECKING:
+    from accel_trainer import Trainer
 
 # Upstream's name: users set the verbosity of these lines through transformers' own switch.
 logger = logging.get_logger("transformers.trainer")
@@ -42,6 +38,8 @@ logger = logging.get_logger("transformers.trainer")
 
 class EvaluationPreempted(BaseException):
     """A signal ends the run in the middle of an evaluation, on all ranks after the same batch."""
+
+    # No Exception: an evaluate() of the user's that catches those must not go on where the other ranks end.
 
 
 @dataclass(slots=True)
@@ -61,7 +59,7 @@ class _Results:
     def offload(self) -> None:
         """Move the steps that came since the last call to the CPU."""
         for index in range(self.num_offloaded, len(self.steps)):
-            self.steps[index] = _to_cpu(self.steps[index])
+            self.steps[index] = send_to_device(self.steps[index], "cpu")
         self.num_offloaded = len(self.steps)
 
 
@@ -109,7 +107,7 @@ def _to_vector(values: Sequence[Tensor | float]) -> Tensor:
     return vector
 
 
-def _log_start(trainer: EvaluatingTrainer, dataloader: DataLoader, description: str) -> None:
+def _log_start(trainer: Trainer, dataloader: DataLoader, description: str) -> None:
     logger.info(f"\n***** Running {description} *****")
     if has_length(dataloader):
         logger.info(f"  Num examples = {trainer.num_examples(dataloader)}")
@@ -155,25 +153,10 @@ def _unplanned_batches(dataloader: DataLoader) -> Iterator[_Batch]:
         yield current, find_batch_size(current), upcoming is None
 
 
-def _only(values: Any) -> Any:
-    """Return the one entry of a tuple that has one; of a tensor, that would be a row."""
-    return values[0] if isinstance(values, (tuple, list)) and len(values) == 1 else values
-
-
-def _ignored_keys(trainer: EvaluatingTrainer, ignore_keys: list[str] | None) -> Collection[str] | None:
-    """Return the outputs that are no predictions; None where a step of the user's own decides."""
-    if getattr(trainer.prediction_step, "__func__", None) is not transformers.Trainer.prediction_step:
-        return None
-    if ignore_keys is not None:
-        return ignore_keys
-    config = getattr(trainer.model, "config", None)
-    return () if config is None else getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
-
-
 class _Pass:
     """One pass over an evaluation set."""
 
-    def __init__(self, trainer: EvaluatingTrainer, description: str, ignore_keys: list[str] | None) -> None:
+    def __init__(self, trainer: Trainer, description: str) -> None:
         self.trainer = trainer
         self.args = trainer.args
         self.keeps_predictions = not self.args.batch_eval_metrics or description == "Prediction"
@@ -182,7 +165,7 @@ class _Pass:
         # What a collator makes a list of has one entry for each sample; a model's list is a structure, unless said.
         self.losses, self.labels, self.inputs = _Results(), _Results(), _Results()
         self.predictions = _Results(lists_are_columns=self.args.eval_use_gather_object)
-        self.ignored = _ignored_keys(trainer, ignore_keys)
+        self.shares_sequences = trainer.accelerator.config.parallel.sequence_size > 1
         self.counts_by_rows = counts_by_rows(trainer.model)
         self.reuses_outputs = reuses_outputs(trainer.accelerator.config.compile)
         self.mean_loss = _MeanLoss()
@@ -191,34 +174,44 @@ class _Pass:
 
     def step(self, model: nn.Module, batch: _Batch, loss_only: bool, ignore_keys: list[str] | None) -> None:
         """Predict one batch and keep the results, unless it was lent. Collective with `batch_eval_metrics`."""
-        trainer, args = self.trainer, self.args
         inputs, samples, is_last = batch
-        targets, num_items = self._targets(inputs), None
-        if self.ignored is None:
-            loss, logits, labels = trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
-        else:
-            loss, logits, labels, num_items = self._predict(model, inputs, loss_only)
-        if self.reuses_outputs:
-            loss, logits = map_leaves(_copied, (loss, logits), is_leaf=_is_tensor)
+        targets = self._targets(inputs)
+        loss, logits, labels = self._predict(model, inputs, loss_only, ignore_keys)
         if samples is None:
             samples = find_batch_size(logits) or 1
         self.num_samples += samples
-        if samples and logits is not None and trainer.preprocess_logits_for_metrics is not None:
-            logits = trainer.preprocess_logits_for_metrics(logits, labels)
-        losses = None
+        if samples:
+            logits = self._preprocess(logits, labels)
         if samples and loss is not None:
-            self.mean_loss.add(loss, self._weight(inputs, targets, num_items, samples))
-        if loss is not None and self.wants_losses:
-            losses = loss.detach().mean().expand(samples)
-        if args.batch_eval_metrics:
+            self.mean_loss.add(loss, self._weight(inputs, targets, samples))
+        losses = loss.detach().mean().expand(samples) if self.wants_losses and loss is not None else None
+        if self.args.batch_eval_metrics:
             self._batch_metrics(inputs if samples else None, losses, logits, labels, is_last)
         if samples and self.keeps_predictions:
-            self.losses.add(losses)
-            self.predictions.add(logits)
-            self.labels.add(labels)
-            if self.wants_inputs:
-                name = getattr(trainer.model, "main_input_name", "input_ids")
-                self.inputs.add(trainer._prepare_input(inputs[name]))
+            self._keep(inputs, losses, logits, labels)
+
+    def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
+        """Return loss, logits and labels of one batch, in memory that the next batch leaves alone."""
+        if loss_only and self.shares_sequences and isinstance(inputs, dict):
+            inputs = {**inputs, "skip_logits": True}  # as upstream asks of models with liger's kernels
+        loss, logits, labels = self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+        if self.reuses_outputs:
+            loss, logits = map_leaves(_copied, (loss, logits), is_leaf=is_tensor)
+        return loss, logits, labels
+
+    def _preprocess(self, logits: Any, labels: Any) -> Any:
+        """Return the logits as the user wants them to be kept."""
+        preprocess = self.trainer.preprocess_logits_for_metrics
+        return logits if logits is None or preprocess is None else preprocess(logits, labels)
+
+    def _keep(self, inputs: Any, losses: Any, logits: Any, labels: Any) -> None:
+        """Keep the results of one batch until the ranks exchange them."""
+        self.losses.add(losses)
+        self.predictions.add(logits)
+        self.labels.add(labels)
+        if self.wants_inputs:
+            name = getattr(self.trainer.model, "main_input_name", "input_ids")
+            self.inputs.add(self.trainer._prepare_input(inputs[name]))
 
     def _targets(self, inputs: Any) -> Any:
         """Return the labels over which the loss of a batch is a mean, where the batch has them by name."""
@@ -227,54 +220,16 @@ class _Pass:
         names = ("shift_labels", "labels", *self.trainer.label_names)
         return next((target for target in map(inputs.get, names) if target is not None), None)
 
-    def _weight(self, inputs: Any, targets: Any, num_items: Any, samples: int) -> Tensor | float:
-        """Return how often the mean loss of a batch counts: by its label tokens, else by rows, else by samples.
-
-        Args:
-            num_items: what the loss was divided by, where the Trainer has counted it.
-        """
+    def _weight(self, inputs: Any, targets: Any, samples: int) -> Tensor | float:
+        """Return how often the mean loss of a batch counts: by its label tokens, else by rows, else by samples."""
         if self.args.eval_loss_weighting == "batch" or not isinstance(targets, Tensor) or not targets.ndim:
             return float(samples)
         if self.counts_by_rows:
             return float(len(targets))
         if targets.is_floating_point():
             return float(targets.numel())
-        if num_items is not None:
-            return num_items
         shifts = self.trainer._loss_shifts_labels and "shift_labels" not in inputs
         return (targets[..., 1:] if shifts else targets).ne(-100).sum()
-
-    def _predict(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[Any, Any, Any, Any]:
-        """Return loss, logits, labels as `transformers.Trainer.prediction_step` does, and the batch's number of items.
-
-        Shorter than that by a tenth of a tiny model's forward: what holds for all batches is asked once (transformers
-        5.23 reads settings of SageMaker in each step), and the items are counted once.
-        """
-        trainer, names = self.trainer, self.trainer.label_names
-        inputs = trainer._prepare_inputs(inputs)
-        targets = tuple(map(inputs.get, names))
-        has_loss, num_items, loss = all(target is not None for target in targets), None, None
-        if not names:  # models that compare what they are given, as CLIP does
-            asked = inputs.get("return_loss")
-            has_loss = bool(trainer.can_return_loss if asked is None else asked)
-        with torch.no_grad(), trainer.compute_loss_context_manager():
-            if has_loss:
-                num_items = trainer._get_num_items_in_batch([inputs], self.args.device)
-                if loss_only and (self.args.use_liger_kernel or trainer.accelerator.config.parallel.sequence_size > 1):
-                    inputs = {**inputs, "skip_logits": True}
-                loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items)
-                loss = loss.detach().mean() if loss.ndim else loss.detach()
-            else:
-                outputs = model(**inputs)
-        if loss_only:
-            return loss, None, None, num_items
-        if isinstance(outputs, dict):
-            dropped = {*(self.ignored or ()), *(["loss"] if has_loss else ())}
-            logits = tuple(value for key, value in outputs.items() if key not in dropped)
-        else:
-            logits = outputs[1:] if has_loss else outputs
-        logits, labels = nested_detach(logits), nested_detach(targets) if has_loss else None
-        return loss, _only(logits), _only(labels), num_items
 
     def _batch_metrics(self, inputs: Any, losses: Any, logits: Any, labels: Any, is_last: bool) -> None:
         """Hand the global batch to `compute_metrics`. Collective; `inputs` is None where this rank's batch was lent."""
@@ -284,7 +239,7 @@ class _Pass:
 
         def gather(step: Any, *, lists_are_columns: bool = True) -> Any:
             own = [] if inputs is None else [_mark_columns(step, lists_are_columns)]
-            return gather_steps(own, trainer.accelerator, self.args.device)
+            return gather_steps(own, trainer.accelerator.readers, self.args.device)
 
         extra: dict[str, Any] = {"losses": None, "inputs": None}
         if losses is not None:
@@ -307,13 +262,14 @@ class _Pass:
 
     def collect(self, results: _Results) -> Any:
         """Return all ranks' results of one kind in sample order as numpy arrays, or None. Collective."""
-        accelerator = self.trainer.accelerator
-        num_steps = max(gather_object([len(results.steps)], accelerator.readers))
+        readers = self.trainer.accelerator.readers
+        # The most of any rank: one with fewer batches takes part in the exchange of each all the same.
+        num_steps = max(gather_object([len(results.steps)], readers))
         if not num_steps:
             return None
         if self.args.eval_do_concat_batches:
-            return to_numpy(gather_steps(results.steps, accelerator))
-        return [to_numpy(gather_steps(results.steps[index : index + 1], accelerator)) for index in range(num_steps)]
+            return to_numpy(gather_steps(results.steps, readers))
+        return [to_numpy(gather_steps(results.steps[index : index + 1], readers)) for index in range(num_steps)]
 
     def count_samples(self) -> int:
         """Return the number of samples over all ranks. Collective."""
@@ -325,8 +281,9 @@ def _hears_steps(callback: TrainerCallback) -> bool:
     return getattr(callback.on_prediction_step, "__func__", None) is not TrainerCallback.on_prediction_step
 
 
+@section("evaluation")
 def run_evaluation(
-    trainer: EvaluatingTrainer,
+    trainer: Trainer,
     model: nn.Module,
     dataloader: DataLoader,
     description: str,
@@ -343,10 +300,11 @@ def run_evaluation(
     loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
     _log_start(trainer, dataloader, description)
     model.eval()
+    # Schedule-free optimizers evaluate with other weights than those at which they take gradients.
     if callable(getattr(trainer.optimizer, "eval", None)):
         trainer.optimizer.eval()
     trainer.callback_handler.eval_dataloader = dataloader
-    evaluation, handler = _Pass(trainer, description, ignore_keys), trainer.callback_handler
+    evaluation, handler = _Pass(trainer, description), trainer.callback_handler
     hears_steps = any(map(_hears_steps, handler.callbacks))
     with counting_locally(args):
         readers = trainer.accelerator.readers
@@ -358,11 +316,12 @@ def run_evaluation(
                 raise EvaluationPreempted
             if args.eval_accumulation_steps is not None and step % args.eval_accumulation_steps == 0:
                 evaluation.offload()
+    # As upstream (5.23, trainer.py:3048): `use_gather_object` of the arguments is for the first evaluation alone.
     trainer.gather_function = trainer.accelerator.gather_for_metrics
     return _finish(trainer, evaluation, metric_key_prefix)
 
 
-def _finish(trainer: EvaluatingTrainer, evaluation: _Pass, prefix: str) -> EvalLoopOutput:
+def _finish(trainer: Trainer, evaluation: _Pass, prefix: str) -> EvalLoopOutput:
     args = trainer.args
     predictions, labels = evaluation.collect(evaluation.predictions), evaluation.collect(evaluation.labels)
     metrics = evaluation.metrics
@@ -383,23 +342,8 @@ def _finish(trainer: EvaluatingTrainer, evaluation: _Pass, prefix: str) -> EvalL
     )
 
 
-PAD_INDEX = -100
-"""Padding of predictions and labels of different lengths; the value that losses ignore."""
-
-# Rows are exchanged in pieces of about this size, so that the device never holds all predictions of all ranks.
-_PIECE_BYTES = 64 * 2**20
-
-
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, Tensor)
-
-
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _to_cpu(data: Any) -> Any:
-    return map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, data, is_leaf=_is_tensor)
 
 
 def to_numpy(data: Any) -> Any:
@@ -411,57 +355,7 @@ def to_numpy(data: Any) -> Any:
         leaf = leaf.detach().cpu()
         return (leaf.float() if leaf.dtype is torch.bfloat16 else leaf).numpy()
 
-    return map_leaves(convert, data, is_leaf=_is_tensor)
-
-
-@dataclass(frozen=True, slots=True)
-class _LeafSpec:
-    """One tensor of a prediction, over all steps of one rank."""
-
-    dtype: torch.dtype
-    tail: tuple[int, ...]
-    """Sizes after dim 0, the largest of any step."""
-    rows: tuple[int, ...] = field(default=())
-    """Rows of each step."""
-
-
-def _spec_of(steps: Sequence[Tensor]) -> _LeafSpec:
-    tail = tuple(max(step.shape[dim] for step in steps) for dim in range(1, steps[0].ndim))
-    return _LeafSpec(steps[0].dtype, tail, tuple(step.shape[0] for step in steps))
-
-
-def _merge(specs: Sequence[_LeafSpec]) -> _LeafSpec:
-    """Return the spec of the joined rows of all ranks; its `rows` has the sum over steps of each rank."""
-    known = [spec.tail for spec in specs if spec.rows]
-    tail = tuple(map(max, zip(*known, strict=True)))
-    return _LeafSpec(specs[0].dtype, tail, tuple(sum(spec.rows) for spec in specs))
-
-
-def _new_full(rows: int, spec: _LeafSpec, device: torch.device | str) -> Tensor:
-    fill = {torch.bool: False, torch.uint8: 0}.get(spec.dtype, PAD_INDEX)
-    return torch.full((rows, *spec.tail), fill, dtype=spec.dtype, device=device)
-
-
-def _write(target: Tensor, start: int, rows: Tensor) -> None:
-    """Copy `rows` into `target` from row `start` on; the rest of the other dimensions is left as it is."""
-    corner = (slice(start, start + rows.shape[0]), *(slice(0, size) for size in rows.shape[1:]))
-    target[corner] = rows
-
-
-def _join(steps: Sequence[Tensor], spec: _LeafSpec, device: torch.device | str) -> Tensor:
-    """Concatenate steps along dim 0, padding the others. One pass: each element is copied once."""
-    if all(tuple(step.shape[1:]) == spec.tail for step in steps):
-        return torch.cat([step.to(device) for step in steps]) if len(steps) > 1 else steps[0].to(device)
-    joined = _new_full(sum(spec.rows), spec, device)
-    start = 0
-    for step in steps:
-        _write(joined, start, step)
-        start += step.shape[0]
-    return joined
-
-
-class _Column(list[Any]):
-    """A list with one entry for each sample, joined end to end with those of other steps: dicts of boxes, strings."""
+    return map_leaves(convert, data, is_leaf=is_tensor)
 
 
 def _mark_columns(step: Any, lists_are_columns: bool) -> Any:
@@ -469,7 +363,7 @@ def _mark_columns(step: Any, lists_are_columns: bool) -> Any:
 
     def mark(node: Any) -> Any:
         is_column = type(node) is list and (lists_are_columns or not _holds_tensors(node))
-        return _Column(node) if is_column else node
+        return Column(node) if is_column else node
 
     return map_leaves(mark, step, is_leaf=lambda node: isinstance(node, Tensor) or type(node) is list)
 
@@ -479,168 +373,3 @@ def _holds_tensors(node: Any) -> bool:
     return isinstance(node, Tensor) or (
         isinstance(node, (list, tuple)) and bool(node) and all(map(_holds_tensors, node))
     )
-
-
-def _is_leaf(node: Any) -> bool:
-    return isinstance(node, (Tensor, _Column))
-
-
-def _as_leaf(leaf: Any) -> Tensor | _Column:
-    """Return a leaf as a column, or as a tensor with a row dimension: a model's scalar output is one row."""
-    if isinstance(leaf, Tensor):
-        return leaf.reshape(1) if leaf.ndim == 0 else leaf
-    if isinstance(leaf, _Column):
-        return leaf
-    raise ConfigError(
-        f"the model returned a {type(leaf).__name__} among its predictions, and only tensors, and lists with one entry "
-        "for each sample, can be gathered; name its key in ignore_keys, or in config.keys_to_ignore_at_inference"
-    )
-
-
-def _leaves(step: Any) -> list[Tensor | _Column]:
-    if isinstance(step, Tensor):
-        return [_as_leaf(step)]
-    return [_as_leaf(leaf) for leaf in leaves(step, is_leaf=_is_leaf)]
-
-
-def _rebuild(structure: Any, values: Sequence[Any]) -> Any:
-    iterator = iter(values)
-    return map_leaves(lambda leaf: next(iterator), structure, is_leaf=_is_leaf)
-
-
-def _unequal_rows(node: Any) -> tuple[int, ...] | None:
-    """Return the rows of the tensors in a list that is a structure, where they differ: it may be meant as a column."""
-    if isinstance(node, Mapping):
-        node = tuple(node.values())
-    if not isinstance(node, (list, tuple)) or isinstance(node, _Column):
-        return None
-    rows = tuple(len(entry) for entry in node if isinstance(entry, Tensor) and entry.ndim)
-    if type(node) is list and len(set(rows)) > 1:
-        return rows
-    return next(filter(None, map(_unequal_rows, node)), None)
-
-
-def _find_misfit(steps: Sequence[Any], by_step: Sequence[Sequence[Tensor | _Column]]) -> str | None:
-    """Return why steps with these leaves cannot be joined, or None."""
-    unequal = next(filter(None, map(_unequal_rows, steps)), None)
-    if unequal is not None:
-        return _NO_STRUCTURE.format(f"a list of tensors with {', '.join(map(str, unequal))} rows in one step")
-    return _compare([[leaf.ndim if isinstance(leaf, Tensor) else 0 for leaf in step] for step in by_step])
-
-
-def _compare(num_dims: Sequence[Sequence[int]]) -> str | None:
-    """Return how steps, or ranks, differ in their leaves, of which each has these numbers of dimensions; or None."""
-    counts = sorted(set(map(len, num_dims)))
-    if len(counts) > 1:
-        return _NO_STRUCTURE.format(f"{', '.join(map(str, counts))} tensors in different steps")
-    different = next((sorted(set(column)) for column in zip(*num_dims, strict=True) if len(set(column)) > 1), None)
-    if different is None:
-        return None
-    return (
-        f"predictions have {different} dimensions in different batches, and they are joined along the first; return "
-        "the same number for each from the model or preprocess_logits_for_metrics"
-    )
-
-
-_NO_STRUCTURE = (
-    "predictions hold {}. Each step has to give the same tensors, in a list, too, with one row for each sample; set "
-    "eval_use_gather_object=True if the list has one entry for each sample"
-)
-
-
-def _refuse(misfits: Iterable[str | None]) -> None:
-    misfit = next(filter(None, misfits), None)
-    if misfit is not None:
-        raise ConfigError(misfit)
-
-
-def concat_steps(steps: Sequence[Any], device: torch.device | str = "cpu") -> Any:
-    """Join this rank's steps: tensors with the rows of all steps, padded with -100 where sizes differ; columns.
-
-    Raises:
-        ConfigError: steps do not fit together; see `gather_steps`.
-    """
-    by_step = list(map(_leaves, steps))
-    if len(steps) > 1:
-        _refuse([_find_misfit(steps, by_step)])
-    joined = [
-        list(chain.from_iterable(values)) if isinstance(values[0], _Column) else _join(values, _spec_of(values), device)
-        for values in zip(*by_step, strict=True)
-    ]
-    return _rebuild(steps[0], joined)
-
-
-def gather_steps(steps: Sequence[Any], accelerator: Accelerator, device: torch.device | str = "cpu") -> Any:
-    """Return the rows of every rank in sample order: step by step, and within a step rank by rank.
-
-    Collective; every rank gets the result. A rank may come with fewer steps than others, or with none.
-
-    Args:
-        steps: this rank's structures of tensors and columns, one for each step, already without padding.
-        device: where tensors with rows are built; those in columns come on the CPU.
-
-    Raises:
-        ConfigError: a leaf is neither, tensors differ in their number of dimensions, or steps in their tensors: a list
-            of tensors is meant as a column, perhaps.
-    """
-    fault_point("eval.gather")
-    readers = accelerator.readers
-    if not readers.is_distributed:
-        return concat_steps(steps, device)
-    by_step = list(map(_leaves, steps))
-    misfit = _find_misfit(steps, by_step)
-    own = list(zip(*by_step, strict=True)) if misfit is None else []
-    own_specs = [None if isinstance(values[0], _Column) else _spec_of(values) for values in own]
-    structure = map_leaves(lambda leaf: None, steps[0], is_leaf=_is_leaf) if steps else None
-    offers = gather_object([(bool(steps), structure, own_specs, misfit)], readers)
-    _refuse(offer[3] for offer in offers)
-    _refuse([_compare([[len(spec.tail) + 1 if spec else 0 for spec in offer[2]] for offer in offers if offer[0]])])
-    _, structure, known, _ = next((offer for offer in offers if offer[0]), offers[0])
-    gathered: list[Any] = []
-    for index, example in enumerate(known):
-        values = own[index] if own else []
-        if example is None:
-            gathered.append(_gather_columns(values, readers))
-        else:
-            by_rank = [specs[index] if has_steps else _LeafSpec(example.dtype, ()) for has_steps, _, specs, _ in offers]
-            gathered.append(_gather_rows(values, by_rank, readers, device))
-    return _rebuild(structure, gathered)
-
-
-def _gather_columns(own: Sequence[_Column], readers: ProcessContext) -> list[Any]:
-    """Return one column's entries of every rank. Collective."""
-    by_rank = gather_object([_to_cpu(list(own))], readers)
-    return [entry for step in zip_longest(*by_rank, fillvalue=()) for column in step for entry in column]
-
-
-def _gather_rows(
-    steps: Sequence[Tensor], by_rank: Sequence[_LeafSpec], readers: ProcessContext, device: torch.device | str
-) -> Tensor:
-    """Return one tensor's rows of every rank. Collective."""
-    merged = _merge(by_rank)
-    own = _join(steps, by_rank[readers.rank], "cpu") if steps else _new_full(0, merged, "cpu")
-    positions = _positions([spec.rows for spec in by_rank])
-    result = _new_full(sum(merged.rows), merged, device)
-    piece = max(1, _PIECE_BYTES // max(1, math.prod(merged.tail) * result.element_size()))
-    for start in range(0, max(merged.rows), piece):
-        stop = min(start + piece, max(merged.rows))
-        sent = _new_full(stop - start, merged, readers.device)
-        _write(sent, 0, own[start:stop])
-        received = gather(sent, readers).view(len(positions), stop - start, *merged.tail)
-        for rows, of_rank in zip(received, positions, strict=True):
-            wanted = torch.from_numpy(of_rank[start:stop]).to(result.device)
-            if len(wanted):
-                result[wanted] = rows[: len(wanted)].to(result.device)
-    return result
-
-
-def _positions(rows_by_rank: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Return the position of each row in the joined result, for each rank."""
-    table = np.zeros((max(map(len, rows_by_rank)), len(rows_by_rank)), dtype=np.int64)
-    for rank, rows in enumerate(rows_by_rank):
-        table[: len(rows), rank] = rows
-    starts = (table.cumsum() - table.ravel()).reshape(table.shape)
-    return [
-        np.concatenate([first + np.arange(count) for first, count in zip(starts[:, rank], table[:, rank], strict=True)])
-        for rank in range(len(rows_by_rank))
-    ]

@@ -21,17 +21,6 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.trainer.arguments.fsdp_arguments import loads_after_sharding
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
 
-__all__ = [
-    "ColumnFilter",
-    "build_smoother",
-    "check_dataset",
-    "fill_empty",
-    "load_model",
-    "padding_collator",
-    "predicts_first_label",
-    "shifts_labels",
-]
-
 _CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
@@ -77,6 +66,7 @@ def padding_collator(collator: Any, multiple: int | None) -> Any:
             f"pad_batches_to_multiple_of={multiple} {reason}; use a collator of transformers that pads, such as "
             "DataCollatorWithPadding(tokenizer), and a length of 1 or more, or leave it out"
         )
+    # A copy: the collator is the user's, who may give it to another Trainer as well.
     padding = copy.copy(collator)
     padding.pad_to_multiple_of = multiple
     return padding
@@ -140,6 +130,7 @@ def _build_empty(model_class: Any, config: Any, directory: Path) -> nn.Module | 
         model: Any = model_class._from_config(config)
     if not set(WeightFiles(directory)) <= set(model.state_dict(keep_vars=True)):
         return None  # from_pretrained renames or fuses what is in the files
+    # from_pretrained() reads it beside the weights, and _from_config() does not: generate() would have other defaults.
     if (directory / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     _EMPTY[model] = directory
@@ -178,11 +169,9 @@ def build_smoother(model: Any, factor: float, *, shifts: bool) -> LabelSmoother 
 
 
 def shifts_labels(model: Any) -> bool:
-    """Whether the model's loss predicts the next token, so that a row's first label is never a target.
-
-    transformers 5.23 (trainer.py:543) asks the model's `loss_type`, which is None for GPT-2 and others that fall back
-    to the causal loss: it then counts one target too many in each row, and scales loss and gradients by it.
-    """
+    """Whether the model's loss predicts the next token, so that a row's first label is never a target."""
+    # transformers 5.23 (trainer.py:543) asks the model's `loss_type`, which is None for GPT-2 and others that fall back
+    # to the causal loss: it then counts one target too many in each row, and scales loss and gradients by it.
     return _predicts_next(model) and not predicts_first_label(model)
 
 
@@ -195,11 +184,9 @@ def _predicts_next(model: Any) -> bool:
 
 
 def predicts_first_label(model: Any) -> bool:
-    """Whether PEFT puts virtual tokens before a causal model's inputs: a row's first label is then a target, too.
-
-    transformers 5.23 counts one target too few in each row: with 12 labels in a row it logs a loss 12/11 of the true
-    one, and scales the gradients by as much.
-    """
+    """Whether PEFT puts virtual tokens before a causal model's inputs: a row's first label is then a target, too."""
+    # transformers 5.23 counts one target too few in each row: with 12 labels in a row it logs a loss 12/11 of the true
+    # one, and scales the gradients by as much.
     config: Any = getattr(model, "active_peft_config", None)
     # Prefixes are keys and values of earlier tokens: the labels stay as they are.
     return bool(getattr(config, "is_prompt_learning", False)) and config.peft_type not in ("PREFIX_TUNING", "CARTRIDGE")

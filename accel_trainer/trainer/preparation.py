@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -33,18 +33,9 @@ from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_
 from accel_trainer.trainer.arguments.fsdp_arguments import check_recomputation, recomputes_activations
 from accel_trainer.trainer.arguments.training_arguments import MIRRORED_FIELDS, TrainingArguments
 from accel_trainer.trainer.inputs import build_smoother, fill_empty
-from accel_trainer.trainer.running_trainer import PreparingTrainer
 
-__all__ = [
-    "ModelPreparation",
-    "TakenArguments",
-    "build_accelerator",
-    "check_arguments",
-    "check_optimizer",
-    "create_optimizer",
-    "create_overridden",
-    "keeping_global_batch",
-]
+if TYPE_CHECKING:
+    from accel_trainer import Trainer
 
 logger = logging.get_logger(__name__)
 
@@ -203,7 +194,7 @@ def _resolve_for_model(args: TrainingArguments, model: Any) -> Resolved:
     return dataclasses.replace(resolved, config=dataclasses.replace(config, **changes))
 
 
-def create_optimizer(trainer: PreparingTrainer, max_steps: int) -> Any:
+def create_optimizer(trainer: Trainer, max_steps: int) -> Any:
     """Return the Trainer's optimizer, made by whichever of its methods the subclass overrides.
 
     A `create_optimizer_and_scheduler` of the subclass makes the schedule, too: transformers documents it as the method
@@ -226,7 +217,7 @@ def create_optimizer(trainer: PreparingTrainer, max_steps: int) -> Any:
     return trainer.optimizer
 
 
-def check_optimizer(trainer: PreparingTrainer, name: str = "create_optimizer") -> None:
+def check_optimizer(trainer: Trainer, name: str = "create_optimizer") -> None:
     """Raise ConfigError where the method of a subclass that makes the optimizer has set none."""
     if trainer.optimizer is None:
         raise ConfigError(
@@ -234,13 +225,13 @@ def check_optimizer(trainer: PreparingTrainer, name: str = "create_optimizer") -
         )
 
 
-def create_overridden(trainer: PreparingTrainer, max_steps: int) -> None:
+def create_overridden(trainer: Trainer, max_steps: int) -> None:
     """Make optimizer and schedule by the `create_optimizer_and_scheduler` of a subclass, if it has one."""
     if _overrides(trainer, "create_optimizer_and_scheduler"):
         create_optimizer(trainer, max_steps)
 
 
-def _warn_of_unused(trainer: PreparingTrainer, builds_optimizer: bool, builds_scheduler: bool) -> None:
+def _warn_of_unused(trainer: Trainer, builds_optimizer: bool, builds_scheduler: bool) -> None:
     """Warn of methods of a subclass that are not called, because an engine's configuration takes their place."""
     optimizer_methods = ("create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs")
     for key, is_built, names in (
@@ -256,7 +247,7 @@ def _warn_of_unused(trainer: PreparingTrainer, builds_optimizer: bool, builds_sc
             )  # fmt: skip
 
 
-def _overrides(trainer: PreparingTrainer, name: str) -> bool:
+def _overrides(trainer: Trainer, name: str) -> bool:
     """Return whether a method of the Trainer is another one than that of transformers."""
     return getattr(type(trainer), name) is not getattr(transformers.Trainer, name)
 
@@ -277,7 +268,7 @@ class ModelPreparation:
         self._cast: tuple[weakref.ref[nn.Module], str] | None = None
         """A model whose weights an evaluation has rounded, and the argument that asked for it."""
 
-    def prepare_for_training(self, trainer: PreparingTrainer, max_steps: int) -> nn.Module:
+    def prepare_for_training(self, trainer: Trainer, max_steps: int) -> nn.Module:
         """Shard the model, build optimizer and schedule, and return the module to call. Collective.
 
         Raises:
@@ -292,7 +283,7 @@ class ModelPreparation:
         trainer.create_scheduler(num_training_steps=max_steps)
         return model
 
-    def check_not_cast(self, trainer: PreparingTrainer) -> None:
+    def check_not_cast(self, trainer: Trainer) -> None:
         """Raise ConfigError where an evaluation has rounded the weights that are to be trained."""
         if self._cast is not None and self._cast[0]() is trainer.model:
             option = self._cast[1]
@@ -301,7 +292,7 @@ class ModelPreparation:
                 f"train first, evaluate with another Trainer, or leave {option} out"
             )
 
-    def prepare_for_evaluation(self, trainer: PreparingTrainer) -> tuple[nn.Module, float | None]:
+    def prepare_for_evaluation(self, trainer: Trainer) -> tuple[nn.Module, float | None]:
         """Return the module to call, and the seconds it took to prepare it where it was not prepared for training.
 
         Collective when there is something to prepare, and for a model with buffers that are saved.
@@ -316,6 +307,7 @@ class ModelPreparation:
             model = accelerator.prepare_model(model, evaluation_mode=True)
             self._adopt(trainer, model)
             return model, round(time.time() - start_time, 4)
+        # Statistics of batch norm are of each rank's own last batch: without this, ranks evaluate other models.
         if accelerator.num_processes > 1 and not accelerator.unit_of(trainer.model).keeps_buffers_apart:
             broadcast_buffers(trainer.model, accelerator.device)
         # An engine, in training too: it computes in its own dtype, and gathers the parameters that it has sharded.
@@ -332,17 +324,18 @@ class ModelPreparation:
         """Take the engine of an earlier train() or evaluate() off the model; keep its optimizer's state. Collective."""
         unit, self._unit = self._unit, None
         if unit is not None and unit.model is not unit.module and not unit.is_released:
+            # Before the release, which lets go of the engine: it alone knows which rank has which part.
             self._optimizer_state = unit.checkpoint_io().full_optimizer_state() if unit.optimizers else None
             unit.release()
 
-    def _adopt(self, trainer: PreparingTrainer, model: nn.Module) -> None:
+    def _adopt(self, trainer: Trainer, model: nn.Module) -> None:
         fill_empty(model)
         self._unit = trainer.accelerator.unit_of(model)
         trainer.model_wrapped = model
         if trainer.accelerator.strategy.capabilities.builds_engine:
             trainer.deepspeed = model
 
-    def _build_engine(self, trainer: PreparingTrainer, max_steps: int) -> nn.Module:
+    def _build_engine(self, trainer: Trainer, max_steps: int) -> nn.Module:
         """Build an engine around model and optimizer, and return it; `trainer.model` stays the bare model."""
         self.release()
         state, self._optimizer_state = self._optimizer_state, None
@@ -382,13 +375,13 @@ class ModelPreparation:
             self._restore(trainer, state)
         return engine
 
-    def _create_optimizer(self, trainer: PreparingTrainer, max_steps: int) -> Any:
+    def _create_optimizer(self, trainer: Trainer, max_steps: int) -> Any:
         optimizer = create_optimizer(trainer, max_steps)
         # Of a model whose every parameter decays, or none does. DeepSpeed drops empty groups, and schedules count them.
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
 
-    def _restore(self, trainer: PreparingTrainer, state: dict[str, Any]) -> None:
+    def _restore(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Load the optimizer's state of an earlier train(); its options, such as the learning rate, begin anew."""
         groups = trainer.optimizer.param_groups
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -398,7 +391,7 @@ class ModelPreparation:
 
 
 @contextmanager
-def keeping_global_batch(trainer: PreparingTrainer) -> Iterator[None]:
+def keeping_global_batch(trainer: Trainer) -> Iterator[None]:
     """Context in which updates on fewer processes than the job began with have the samples of the first start.
 
     A micro-batch is not larger than then: each process has the memory that it had.
@@ -436,7 +429,7 @@ def keeping_global_batch(trainer: PreparingTrainer) -> Iterator[None]:
         _set_batch(trainer, *given)
 
 
-def _set_batch(trainer: PreparingTrainer, size: int, num_steps: int) -> None:
+def _set_batch(trainer: Trainer, size: int, num_steps: int) -> None:
     trainer._train_batch_size = trainer.args.per_device_train_batch_size = size
     trainer.args.gradient_accumulation_steps = num_steps
 
@@ -454,7 +447,7 @@ class TakenArguments:
         for name in (*_FIXED, "data_seed", "label_smoothing_factor", "neftune_noise_alpha", "seed", "train_batch_size"):
             self._find_change(args, name)
 
-    def begin(self, trainer: PreparingTrainer) -> None:
+    def begin(self, trainer: Trainer) -> None:
         """Begin a train() with the arguments' present values.
 
         Raises:
@@ -483,7 +476,7 @@ class TakenArguments:
             trainer.accelerator.dataloader_config.data_seed = args.data_seed
         trainer.accelerator.renew_shuffle_seed()
 
-    def renew_optimizer(self, trainer: PreparingTrainer, max_steps: int) -> None:
+    def renew_optimizer(self, trainer: Trainer, max_steps: int) -> None:
         """Build the optimizer anew if its options were set to others since it was built; its state stays.
 
         An optimizer that the user has given keeps the options that it has.
@@ -494,6 +487,7 @@ class TakenArguments:
             self._owns_optimizer = True  # it is about to be built
         if before is None or not changed or not self._owns_optimizer:
             return
+        # Upstream's create_optimizer() makes none where there is one (5.23, trainer.py:1271).
         trainer.optimizer = None
         if trainer.accelerator.strategy.capabilities.builds_engine:
             return  # the next engine takes the state of the last one
@@ -509,5 +503,6 @@ class TakenArguments:
         """Return whether a value is another one than at the last call; take it."""
         value = getattr(args, name)
         is_changed = name in self._values and self._values[name] != value
+        # A copy: a dict or a list that is changed in place would equal itself at the next call.
         self._values[name] = copy.copy(value)
         return is_changed

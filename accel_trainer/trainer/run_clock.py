@@ -1,4 +1,4 @@
-"""The clock of one train(): where its time goes, at no cost to an update."""
+"""The clock of one train(), at no cost to an update, and the interface of the callback that reads it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import TrainerCallback
 
 from accel_trainer.runtime.process import ProcessContext
-
-__all__ = ["BACKWARD_DONE", "BATCHES_READ", "PHASES", "UPDATE_BEGUN", "UPDATE_DONE", "DeviceSample", "RunClock"]
 
 UPDATE_BEGUN, BATCHES_READ, BACKWARD_DONE, UPDATE_DONE = range(4)
 """The boundaries of an update."""
@@ -19,6 +19,20 @@ UPDATE_BEGUN, BATCHES_READ, BACKWARD_DONE, UPDATE_DONE = range(4)
 PHASES = ("start-up", "data", "forward + backward", "exposed communication", "update", "evaluation", "checkpoints")
 """Of a run, in the order in which they are shown; the rest of the time is "other": callbacks and logging, for the most
 part. "update" is clipping, the optimizer's step and that of the schedule."""
+
+
+class RunObserver(TrainerCallback):
+    """A callback that gives an account of the run. It stands above this floor, and is loaded by its name."""
+
+    def begin(self, model: nn.Module) -> None:
+        """Log how the run is set up, on the main process; `model` is the prepared one. Before upstream logs its own."""
+
+    def close(self) -> None:
+        """End a train(), whether it has failed or not."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the run, as plain values for JSON. Not collective."""
+        return {}
 
 
 class DeviceSample:
@@ -65,6 +79,8 @@ class RunClock:
         """In which ranks have told each other how many items an update has: those that are early wait here first."""
         self._device_seconds = [0.0, 0.0, 0.0]
         """The same by the accelerator's events."""
+        self.num_tokens = 0
+        """Of this rank's inputs, padding included; 0 where inputs are no tokens."""
         self.evaluation_seconds = 0.0
         self.startup_seconds = 0.0
         self.sample: DeviceSample | None = None

@@ -9,7 +9,7 @@ import copy
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,9 @@ from accel_trainer.runtime.memory import find_executable_batch_size, register_me
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.trainer.preparation import ModelPreparation
-from accel_trainer.trainer.running_trainer import SearchingTrainer, TrialTrainer
 
-__all__ = ["BatchSizeSearch", "search_with_optuna"]
+if TYPE_CHECKING:
+    from accel_trainer import Trainer
 
 _DONE, _FAILED, _TRIAL = "done", "failed", "trial"
 
@@ -33,7 +33,7 @@ _DONE, _FAILED, _TRIAL = "done", "failed", "trial"
 
 
 def search_with_optuna(
-    trainer: TrialTrainer, n_trials: int, direction: str | list[str], **kwargs: Any
+    trainer: Trainer, n_trials: int, direction: str | list[str], **kwargs: Any
 ) -> BestRun | list[BestRun]:
     """Return the best of `n_trials` trials, on every rank; several for several objectives. Collective.
 
@@ -59,7 +59,7 @@ def search_with_optuna(
 
 
 def _lead(
-    trainer: TrialTrainer, direction: Any, process: ProcessContext, options: dict[str, Any], study_options: Any
+    trainer: Trainer, direction: Any, process: ProcessContext, options: dict[str, Any], study_options: Any
 ) -> BestRun | list[BestRun]:
     """Run the study, and tell the other ranks of each trial and of the end."""
     import optuna
@@ -87,6 +87,7 @@ def _lead(
             best: Any = [BestRun(str(trial.number), trial.values, trial.params) for trial in study.best_trials]
         else:
             best = BestRun(str(study.best_trial.number), study.best_trial.value, study.best_trial.params)
+    # Ctrl-C, too: the others wait in _follow() for the next trial.
     except BaseException as error:
         if not is_in_trial:  # else the others have failed in the same place, and hear nothing any more
             broadcast_object((_FAILED, f"{type(error).__name__}: {error}"), process)
@@ -95,7 +96,7 @@ def _lead(
     return best
 
 
-def _follow(trainer: TrialTrainer, process: ProcessContext, catch: Any) -> BestRun | list[BestRun]:
+def _follow(trainer: Trainer, process: ProcessContext, catch: Any) -> BestRun | list[BestRun]:
     """Run the trials that rank 0 tells of; return the best when it has found that."""
     import optuna
 
@@ -114,7 +115,7 @@ def _follow(trainer: TrialTrainer, process: ProcessContext, catch: Any) -> BestR
             continue
 
 
-def _run_trial(trainer: TrialTrainer, trial: Any) -> Any:
+def _run_trial(trainer: Trainer, trial: Any) -> Any:
     """Train once, and return the value that the trial is judged by."""
     trainer.objective = None
     try:
@@ -200,7 +201,7 @@ class BatchSizeSearch:
     weights are kept in the memory of the machine meanwhile.
     """
 
-    def __init__(self, trainer: SearchingTrainer) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         """Keep the state.
 
         Raises:
@@ -216,6 +217,7 @@ class BatchSizeSearch:
                 "per_device_train_batch_size"
             )
         self._streams = KeptStreams()
+        # A copy on a CPU as well, where .to() would return the tensor itself, which training changes.
         self._values = {name: value.detach().to("cpu", copy=True) for name, value in self._list_values()}
         self._optimizer, self._scheduler, self._created_scheduler = None, None, False
         if not self._builds_model:
@@ -254,6 +256,7 @@ class BatchSizeSearch:
         trainer.end_decisions(is_failed=True)
         trainer.accelerator.free_memory()
         trainer._preparation = ModelPreparation()
+        # An attempt that failed has not come to upstream's deactivate_neftune() (5.23, trainer.py:2038).
         if trainer.neftune_hook_handle is not None:
             trainer.neftune_hook_handle.remove()
         if self._builds_model:
@@ -274,6 +277,7 @@ class BatchSizeSearch:
             for name, value in self._list_values():
                 value.copy_(self._values[name])
         for each, state in zip(self._list_given(), self._states, strict=True):
+            # A copy for each attempt: torch's optimizers keep the tensors that they load, and change them in place.
             each.load_state_dict(copy.deepcopy(state))
 
     def _list_values(self) -> list[tuple[str, Tensor]]:

@@ -1,18 +1,18 @@
 """Trainer and Seq2SeqTrainer: upstream's classes with explicit overrides where they reach for accelerate.
 
 Nothing is patched: every override has its own name here, and `tests/trainer/test_guard.py` walks the source of the
-installed Trainer for methods that would need one. Data loading, optimizers, schedules, callbacks, logging, the hub and
-the order of everything stay upstream's.
+installed Trainer for methods that would need one. docs/trainer_overrides.md has the reason for each. Data loading,
+optimizers, schedules, callbacks, logging, the hub and the order of everything stay upstream's.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import operator
 import os
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,15 +44,8 @@ from accel_trainer.runtime.rank_watch import failing_together
 from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
 from accel_trainer.trainer.checkpoint import upstream_files
-from accel_trainer.trainer.checkpoint.best_model import keeping_best
-from accel_trainer.trainer.checkpoint.methods import (
-    CheckpointMethods,
-    begin_pass,
-    loading_by_override,
-)
-from accel_trainer.trainer.checkpoint.run_checkpoints import RunCheckpoints
-from accel_trainer.trainer.decisions import flags_of, share_metrics
-from accel_trainer.trainer.epoch import EpochRun, WindowReader
+from accel_trainer.trainer.checkpoint.resuming import ResumingMethods, begin_pass, keeping_best, loading_by_override
+from accel_trainer.trainer.checkpoint.saving import RunCheckpoints, SavingMethods
 from accel_trainer.trainer.evaluation import EvaluationPreempted, run_evaluation
 from accel_trainer.trainer.inputs import (
     ColumnFilter,
@@ -63,7 +56,8 @@ from accel_trainer.trainer.inputs import (
     predicts_first_label,
     shifts_labels,
 )
-from accel_trainer.trainer.loss_normalization import LossKind, LossNormalization, count_labels
+from accel_trainer.trainer.loop import EpochRun, WindowReader
+from accel_trainer.trainer.loss import LossKind, LossNormalization, count_labels
 from accel_trainer.trainer.preparation import (
     ModelPreparation,
     TakenArguments,
@@ -73,13 +67,9 @@ from accel_trainer.trainer.preparation import (
     create_overridden,
     keeping_global_batch,
 )
-from accel_trainer.trainer.run_record import RunRecord
+from accel_trainer.trainer.run_clock import RunClock
 from accel_trainer.trainer.search import BatchSizeSearch, search_with_optuna
-from accel_trainer.trainer.step_plan import StepPlan
-
-__all__ = ["AccelTrainerMixin", "CoreTrainerMixin", "Seq2SeqTrainer", "Trainer"]
-
-_NO_CONTEXT = nullcontext()
+from accel_trainer.trainer.signals import flags_of, share_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,7 +79,7 @@ if TYPE_CHECKING:
     from accel_trainer.accelerator import Accelerator
 
 
-class Trainer(CheckpointMethods, transformers.Trainer):
+class Trainer(ResumingMethods, transformers.Trainer):
     """Upstream's Trainer on accel_trainer: one process, DDP, FSDP2 or DeepSpeed, with or without accelerate.
 
     A Trainer of another library runs on this core by naming this class, and `TrainingArguments`, after the library's:
@@ -118,12 +108,13 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         model: Any
         model_wrapped: Any
         optimizer: Any
+        lr_scheduler: Any
         accelerator: Accelerator
+        gather_function: Callable[..., Any]
 
     arguments_class: type[TrainingArguments] = TrainingArguments
     neftune_hook_handle: Any = None
     _reader: WindowReader | None = None
-    _step_plan: StepPlan | None = None
     _schedule_of_both: Any = None
     _num_flops_parameters: tuple[int, int] | None = None
     """The model's id, and how many of its parameters multiply inputs."""
@@ -131,7 +122,12 @@ class Trainer(CheckpointMethods, transformers.Trainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a class that would put methods here before those of another library's Trainer."""
         super().__init_subclass__(**kwargs)
-        own = {name for base in (Trainer, CheckpointMethods) for name in vars(base) if not name.startswith("__")}
+        own = {
+            name
+            for base in (Trainer, ResumingMethods, SavingMethods)
+            for name in vars(base)
+            if not name.startswith("__")
+        }
         for base in cls.__mro__[cls.__mro__.index(Trainer) + 1 :]:
             hidden = sorted(own & set(vars(base)))
             if hidden and issubclass(base, transformers.Trainer) and base not in Trainer.__mro__:
@@ -180,7 +176,11 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             self.data_collator = padding_collator(self.data_collator, args.pad_batches_to_multiple_of)
             args.enable_jit_checkpoint = jit
             self.run_checkpoints = RunCheckpoints(self.accelerator.process)
-            self.run_record = RunRecord(self.accelerator.process)
+            self.run_clock = RunClock(self.accelerator.process)
+            # By name: contrib imports the core, and the core nothing of contrib.
+            report = importlib.import_module("accel_trainer.contrib.run_report.callback")
+            self.run_report = report.RunReport(self)
+            self.add_callback(self.run_report)
             self._taken_arguments = TakenArguments(self.args)
             if predicts_first_label(self.model):
                 self._loss_shifts_labels = False
@@ -281,13 +281,14 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         self._num_flops_parameters = None
         # Upstream's search (5.23, trainer.py:1570) needs accelerate, and goes on with the weights that an attempt left.
         self.args.auto_find_batch_size = False
-        self.run_record = RunRecord(self.accelerator.process)
+        self.run_clock = RunClock(self.accelerator.process)
         is_failed = True
         self.stop_signals = StopSignals(self._signals_to_note())
         try:
             with (
                 failing_together(),
                 self.stop_signals,
+                # Before _resuming(), which asks for the accumulation that this sets: a save within an update needs it.
                 keeping_global_batch(self),
                 self._resuming(resume_from_checkpoint) as checkpoint,
             ):
@@ -300,7 +301,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
                 return output
         finally:
             self.args.auto_find_batch_size = searches
-            self.run_record.close()
+            self.run_report.close()
             self.end_decisions(is_failed=is_failed)
             if is_failed:
                 self._end_failed_train()
@@ -357,7 +358,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
                 max_steps, train_dataloader, resume_from_checkpoint
             )
             self.begin_local_updates(resume_from_checkpoint)
-            self.run_record.begin(self, prepared[0])
+            self._announce(prepared[0])
             return prepared
         if self._created_lr_scheduler:
             self.lr_scheduler = None
@@ -371,8 +372,17 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        self.run_record.begin(self, model)
+        self._announce(model)
         return model, train_dataloader
+
+    def _announce(self, model: nn.Module) -> None:
+        """Say on the main process how the run is set up, and in what it differs from that of its checkpoint."""
+        if not self.is_world_process_zero():
+            return
+        if self.run_checkpoints.resumption is not None:
+            accelerator = self.accelerator
+            self.run_checkpoints.resumption.warn_of_changes(self.args, accelerator.process, accelerator.readers)
+        self.run_report.begin(model)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
         if training:
@@ -397,7 +407,6 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         if self.run_checkpoints.metrics.begun_at is None:
             self.run_checkpoints.metrics.begun_at = self.state.global_step
             self.resume_running_loss()
-            self.run_record.begin_updates(self)
         self.begin_decisions()
         is_resumed = epoch == epochs_trained and resume_from_checkpoint is not None
         trained = steps_trained_in_current_epoch if is_resumed and not self.args.ignore_data_skip else 0
@@ -408,8 +417,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         saves = isinstance(train_dataloader, PreparedDataLoader) and restore_rng_from is None
         self._finish_boundary(model, trial, ignore_keys_for_eval, start_time, saves=saves)
         self._loss_normalization.begin_epoch(self)
-        self._step_plan = StepPlan(self, model)
-        clock = self.run_record.clock
+        clock = self.run_clock
         reader = WindowReader(batches, self.accelerator.readers, clock)
         run = EpochRun(
             trainer=self,
@@ -421,7 +429,6 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             trial=trial,
             ignore_keys_for_eval=ignore_keys_for_eval,
             start_time=start_time,
-            plan=self._step_plan,
             guard=self.accelerator.nonfinite_guard,
             step=trained - 1,
             is_resumed=is_resumed,
@@ -431,49 +438,32 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             try:
                 run.train(restore_rng_from)
             finally:
-                self._reader = self._step_plan = None
+                self._reader = None
             reader.close()
             run.end()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train one micro-batch and return its loss; see upstream. Collective on the last one of a window."""
-        args, plan = self.args, self._step_plan
-        if plan is None or plan.model is not model:
-            plan = StepPlan(self, model)
-        plan.begin_training()
+        args, accelerator = self.args, self.accelerator
+        model.train()
+        # Of schedule-free optimizers: an evaluation has left its own weights in the model.
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager() if plan.has_loss_context else _NO_CONTEXT:
-            if self._loss_normalization.is_wanted:
-                loss = self._loss_normalization.first_loss(self, model, inputs, num_items_in_batch)
-            elif self._loss_normalization.has_terms:
-                loss = self._loss_normalization.loss_with_terms(self, model, inputs)
-            else:
-                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        with self.compute_loss_context_manager():
+            loss = self._loss_normalization.compute(self, model, inputs, num_items_in_batch)
         del inputs
         if args.torch_empty_cache_steps is not None and self.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
         loss = self._weigh(loss, num_items_in_batch is not None)
-        # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead.
-        guard, options = self.accelerator.nonfinite_guard, dict[str, Any]()
+        guard, options = accelerator.nonfinite_guard, dict[str, Any]()
         if guard is not None and guard.spreads:
             guard.spread(loss, options)
-        plan.backward(loss, **options)
+        # Not accelerator.backward(): it weighs by the batch that the loader gave last, and a window is read ahead. A
+        # script may call training_step() by itself, on a model that is not prepared: there is nothing to average.
+        is_bare = accelerator.num_processes == 1 and not accelerator.is_prepared(model)
+        (Tensor.backward if is_bare else accelerator.unit_of(model).backward)(loss, **options)
         return loss.detach()
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """Return a batch on this process's device; see upstream."""
-        is_usual = type(inputs) is dict and type(self)._prepare_input is transformers.Trainer._prepare_input
-        # The inputs of an engine are cast, too.
-        if is_usual and inputs and not self.accelerator.strategy.capabilities.builds_engine:
-            # Without upstream's descent: two calls and a test of an abstract class for each value.
-            device, placed = self.args.device, {}
-            for name, value in inputs.items():
-                if not isinstance(value, Tensor):
-                    break
-                placed[name] = value if value.device == device else value.to(device)
-            else:
-                return placed
-        return super()._prepare_inputs(inputs)
 
     def _weigh(self, loss: Tensor, has_items: bool) -> Tensor:
         """Return the loss of a micro-batch, as its part of the mean over the update."""
@@ -512,6 +502,14 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         # A rank without samples: its loss weighs nothing, and would be divided by 0.
         return num_items if reader is None else num_items.clamp(min=1)
 
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Callable[..., Any], Any]:
+        # Upstream's slices the buffers of a batch for ring attention of its own; here the model's forward makes them.
+        return nullcontext, inputs
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        # transformers 5.23 (trainer.py:2777) takes the norm by itself over several meshes; the strategy knows its own.
+        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
 
@@ -549,7 +547,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             known = self._num_flops_parameters = (id(self.model), num_multiplying)
         size = inputs[name].numel()
         if name == "input_ids":
-            self.run_record.num_tokens += size
+            self.run_clock.num_tokens += size
         return 6 * size * known[1]
 
     def _maybe_log_save_evaluate(
@@ -616,10 +614,8 @@ class Trainer(CheckpointMethods, transformers.Trainer):
         # Losses since the last log are this rank's own; transformers 5.23 (trainer.py:1998) takes them for the job's.
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         self.end_local_updates(is_failed=False)
-        record = self.run_record.finish(self)
         with keeping_best(self), loading_by_override(self):
             output: TrainOutput = super()._finalize_training(trial, num_train_samples, start_time)
-        self.run_record.tell_end(self, record, Path(self._get_output_dir(trial)))
         return output
 
     # --- evaluation ------------------------------------------------------------------------------------------------
@@ -642,7 +638,7 @@ class Trainer(CheckpointMethods, transformers.Trainer):
             output = run_evaluation(
                 self, model, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        self.run_record.clock.evaluation_seconds += time.perf_counter() - begin
+        self.run_clock.evaluation_seconds += time.perf_counter() - begin
         if preparation_seconds is not None:
             # Only in the evaluation that spent them: transformers 5.23 repeats the number in every later one, and takes
             # it off their runtime (trainer.py:3095, :2875).
@@ -731,10 +727,6 @@ def _count_elsewhere(module: nn.Module) -> int:
     """Return the number of elements of a module's parameters that this rank does not hold."""
     num_held = sum(parameter.numel() for parameter in module.parameters())
     return int(get_model_param_count(module)) - num_held
-
-
-AccelTrainerMixin = CoreTrainerMixin = Trainer
-"""Former names."""
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):

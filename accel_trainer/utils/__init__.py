@@ -55,9 +55,13 @@ from accel_trainer.big_models.dispatch import (
 )
 from accel_trainer.big_models.module_tensors import (
     check_device_same,
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
     get_non_persistent_buffers,
     id_tensor_storage,
     named_module_tensors,
+    retie_parameters,
     set_module_tensor_to_device,
 )
 from accel_trainer.big_models.offloaded_state import (
@@ -76,12 +80,6 @@ from accel_trainer.big_models.sizes import (
     dtype_byte_size,
     get_max_layer_size,
     get_module_leaves,
-)
-from accel_trainer.big_models.tied_weights import (
-    check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device,
-    find_tied_parameters,
-    retie_parameters,
 )
 from accel_trainer.checkpoint.weights.adapters import is_peft_model
 from accel_trainer.checkpoint.weights.into_model import (

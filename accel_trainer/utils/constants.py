@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import Enum, EnumMeta
 from typing import Any
 
-from accel_trainer.big_models.layerwise_casting import LAYERS_TO_CAST
+from accel_trainer.big_models.module_hooks import LAYERS_TO_CAST
 
 __all__ = [
     "BETA_CP_AVAILABLE_PYTORCH_VERSION",

@@ -15,19 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = [
-    "Rows",
-    "build_loader",
-    "build_model",
-    "clock",
-    "emit",
-    "median",
-    "parse",
-    "parser",
-    "peak_gib",
-    "reset_peak",
-]
-
 # bf16, dense, without sparsity, by the start of the card's name; from the vendor's data sheets.
 _TERAFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100": 989.0, "NVIDIA A100": 312.0, "NVIDIA L40S": 362.0}
 

@@ -9,8 +9,6 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-__all__ = ["build_loaders", "build_model", "options_parser"]
-
 NUM_EVAL = 297
 
 

@@ -19,25 +19,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.json_codec import encode
-from accel_trainer.checkpoint.format.safetensors_file import LazyRead
+from accel_trainer.checkpoint.boxes import Box
+from accel_trainer.checkpoint.json_codec import encode
+from accel_trainer.checkpoint.publication import StagedDirectory
+from accel_trainer.checkpoint.safetensors_file import LazyRead
 from accel_trainer.checkpoint.shards import ShardedTensors, own_share
-from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.integrations.deepspeed.partitions import Partitions, Run, RunBox, opened_partition, unsharded_shape
-from accel_trainer.strategies.parameter_state.base_io import BaseCheckpointIO, HeldBoxes, PendingTensor, Reads
+from accel_trainer.strategies.parameter_state.base_io import CheckpointIO, HeldBoxes, PendingTensor, Reads
 from accel_trainer.strategies.parameter_state.matching import group_options, uncompiled_name
 from accel_trainer.tree import leaves, map_leaves
-
-__all__ = ["DeepSpeedCheckpointIO", "PartitionReads", "PartitionShards"]
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of a dynamic loss scaler that its next values depend on."""
 
 
-class DeepSpeedCheckpointIO(BaseCheckpointIO):
-    """Implements `strategies.api.CheckpointIO` for an engine of ZeRO-1, 2 or 3.
+class DeepSpeedCheckpointIO(CheckpointIO):
+    """State of an engine of ZeRO-1, 2 or 3.
 
     Weights are the fp32 ones that the optimizer keeps, where it keeps any. A full state is collected on rank 0, one
     parameter at a time.
@@ -94,7 +92,7 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
                 run.within(partition).copy_(run.of_full(value))
 
     def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
-        """See `CheckpointIO`."""
+        """Plan as ever; at the end the model gets the values of the optimizer's fp32 weights."""
         fill = super().plan_full_model_load(state, strict=strict)
 
         def load() -> None:
@@ -168,7 +166,7 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
         return scaler if getattr(scaler, "dynamic", False) else None
 
     def full_optimizer_state(self, keep: bool | None = None) -> dict[str, Any]:
-        """Return the optimizer's state keyed by parameter name where `keep` is set, `{}` elsewhere. Collective."""
+        """Return the optimizer's state by parameter name where `keep` is set."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self.require_optimizer()
@@ -297,20 +295,6 @@ class DeepSpeedCheckpointIO(BaseCheckpointIO):
                 f"DeepSpeed's engine finds nothing to load in {directory}: the file `latest` there does not lead to "
                 "one of its global_step* directories"
             )
-
-    def save_sharded_optimizer(self, path: Path) -> None:
-        """Refuse: torch.distributed.checkpoint does not know the engine's partitions."""
-        raise ConfigError(
-            "the state of a DeepSpeed engine cannot be written as a torch.distributed.checkpoint directory; save it in "
-            "the engine's own format, or as a full state"
-        )
-
-    def load_sharded_optimizer(self, path: Path) -> None:
-        """Refuse, as `save_sharded_optimizer` does."""
-        raise ConfigError(
-            f"{path} is a torch.distributed.checkpoint directory, which a DeepSpeed engine cannot read; load it with "
-            "strategy 'fsdp2', and save a full state there"
-        )
 
 
 class PartitionShards:

@@ -35,18 +35,6 @@ from accel_trainer.runtime.availability import is_deepspeed_available
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = [
-    "SECTION_MODELS",
-    "EngineConfig",
-    "Fact",
-    "Facts",
-    "hidden_size_of",
-    "installed_keys",
-    "model_keys",
-    "resolve_engine_config",
-    "wrong_values",
-]
-
 AUTO = "auto"
 _MEANINGFUL_AUTOS = (
     "data_types.keep_in_fp32_modules", "zero_optimization.zenflow.", "expert_parallel.", "pipeline.", "autotuning.",
@@ -112,16 +100,12 @@ class Facts:
     given_scheduler: Literal["none", "torch", "dummy"] = "none"
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where keys of the block came from, as `Resolved.block_origins` has it: {"zero_stage": "train.yaml:7"}."""
-    name: str = "the DeepSpeed configuration"
 
 
 def hidden_size_of(config: Any, where: str = "model.config") -> Fact | None:
     """Return the width of a model from its configuration object, nested ones of multimodal models included.
 
-    Args:
-        config: any object or mapping; `hidden_size` or the largest of `hidden_sizes` is taken, then that of the text
-            model, then the largest of any nested configuration.
-        where: its name in messages.
+    `hidden_size` or the largest of `hidden_sizes`, else that of the text model, else the largest of any inside.
     """
     own: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     for name in ("hidden_size", "hidden_sizes"):
@@ -139,17 +123,14 @@ def _is_config(name: str, item: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """A DeepSpeed configuration with nothing left open.
-
-    Attributes:
-        stage: 0 (no sharding) to 3.
-        data: for `deepspeed.initialize(config=...)`; plain dicts and lists, a copy of its own.
-        builds_in_pieces: whether models are to be built under `deepspeed.zero.Init` (stage 3 only).
-    """
+    """A DeepSpeed configuration with nothing left open."""
 
     stage: int
+    """0 (no sharding) to 3."""
     data: dict[str, Any]
+    """For `deepspeed.initialize(config=...)`; plain dicts and lists, a copy of its own."""
     builds_in_pieces: bool = False
+    """Whether models are to be built under `deepspeed.zero.Init` (stage 3 only)."""
 
     def value(self, path: str, default: Any = None) -> Any:
         """Return the value at a dotted path of `data`."""
@@ -201,7 +182,7 @@ def resolve_engine_config(block: Mapping[str, Any], *, facts: Facts, partial: bo
     resolver = _Resolver(read_block(block, origins=facts.origins), facts, partial=partial)
     resolver.resolve()
     if resolver.problems:
-        raise ConfigError(problem_report(resolver.problems, facts.name))
+        raise ConfigError(problem_report(resolver.problems, "the DeepSpeed configuration"))
     stage = int(get_key(resolver.data, "zero_optimization.stage", 0))
     return EngineConfig(stage, resolver.data, stage == 3 and resolver.builds_in_pieces)
 
@@ -228,18 +209,17 @@ class _Resolver:
 
     def resolve(self) -> None:
         """Run every check, in an order in which each finds the sections that it reads."""
-        self._unknown()
-        self._sections()
+        self._keys()
         self._zero()
-        self._shared_batches()
         self._batch()
         self._clipping()
         self._precision()
         self._optimizer()
-        self._scheduler()
-        self._buckets()
-        self._remaining_autos()
-        self._values()
+        self._scheduler()  # behind the optimizer, whose learning rate it takes
+        self._open_autos()
+        # DeepSpeed's own models come last, where nothing else is wrong: their words are less plain.
+        if not self.problems and is_deepspeed_available():
+            self.problems.extend(f"{path}{self._at(path)}{rest}" for path, rest in wrong_values(self.data))
 
     def _at(self, path: str) -> str:
         """Return where the value at a dotted path came from, in parentheses."""
@@ -280,18 +260,15 @@ class _Resolver:
         elif node.get(name) not in (None, value) and not fact.is_default:
             self._conflict(path, fact)
 
-    def _unknown(self) -> None:
-        if not any(unknown_keys(self.data)):
-            return
-        # A newer release may know more than the tables; it is asked only where that matters, its import takes seconds.
-        self._refuse_unknown("", installed_keys() if is_deepspeed_available() else KNOWN_KEYS)
-
     def _refuse_unknown(self, section: str, keys: Mapping[str, Any]) -> None:
         for path, start, end in unknown_keys(self._section(section), keys, section):
             self.problems.append(f"{start} {path!r}{self._at(path)}{end}")
 
-    def _sections(self) -> None:
-        """Drop null sections, refuse values in place of sections, and use the newer of two spellings."""
+    def _keys(self) -> None:
+        """Refuse unknown keys and values in place of sections, drop null sections, use the newer of two spellings."""
+        if any(unknown_keys(self.data)):
+            # A newer release may know more than the tables; it is asked only here, since its import takes seconds.
+            self._refuse_unknown("", installed_keys() if is_deepspeed_available() else KNOWN_KEYS)
         if "bfloat16" in self.data:
             self.data.setdefault("bf16", self.data.pop("bfloat16"))
         for section, names in _SECTIONS.items():
@@ -337,13 +314,6 @@ class _Resolver:
         elif not has_path:
             section.pop("nvme_path", None)
 
-    def _shared_batches(self) -> None:
-        """Refuse ranks that share a batch: DeepSpeed takes it for granted that they read the same, and here none do."""
-        of_fsdp2 = {"tensor_parallel.autotp_size": "tp_size", "sequence_parallel_size": "sp_size"}
-        for path, size in of_fsdp2.items():
-            if get_key(self.data, path) not in (None, 0, 1, AUTO):
-                self._wrong(path, f"1: ranks read different data under DeepSpeed; use {size} of strategy 'fsdp2'")
-
     def _count(self, path: str, fact: Fact | None) -> int | None:
         """Return a number of the block, or the run's; None when neither is known."""
         value = self.data.get(path)
@@ -358,6 +328,10 @@ class _Resolver:
 
     def _batch(self) -> None:
         """Complete the three batch sizes: rows of an update = rows of a micro-batch x accumulation x ranks."""
+        # Ranks that share a batch are refused: DeepSpeed takes it for granted that they read the same; here none do.
+        for path, size in (("tensor_parallel.autotp_size", "tp_size"), ("sequence_parallel_size", "sp_size")):
+            if get_key(self.data, path) not in (None, 0, 1, AUTO):
+                self._wrong(path, f"1: ranks read different data under DeepSpeed; use {size} of strategy 'fsdp2'")
         before, world, fact = len(self.problems), self.facts.world_size, self.facts.micro_batch_size
         micro = self._count(_MICRO_BATCH, fact if fact and not fact.is_default else None)
         steps = self._count("gradient_accumulation_steps", self.facts.accumulation_steps)
@@ -470,8 +444,8 @@ class _Resolver:
             known["warmup_num_steps"] = replace(steps, value=max(1, steps.value))  # DeepSpeed refuses 0
         self._fill_params("scheduler", SCHEDULER_PARAMS.get(str(self.data["scheduler"].get("type"))), known)
 
-    def _buckets(self) -> None:
-        """Derive the sizes that follow from the model's width, as Hugging Face's configurations expect."""
+    def _open_autos(self) -> None:
+        """Derive the sizes that follow from the model's width, as Hugging Face's files expect; refuse what is left."""
         zero = self._section("zero_optimization")
         width = self.facts.hidden_size
         for name in [name for name, value in zero.items() if value == AUTO]:
@@ -485,19 +459,12 @@ class _Resolver:
                     f"zero_optimization.{name}", "the model has no config with a hidden_size; write a number"
                 )
                 del zero[name]
-
-    def _remaining_autos(self) -> None:
         for name in _LEFT_OUT_AUTOS:
             if self.data.get(name) == AUTO:
                 del self.data[name]
         for path, name, node in list(_autos(self.data, "")):
             self._unresolved(path, "write a value, or remove the key for DeepSpeed's default")
             del node[name]
-
-    def _values(self) -> None:
-        """Ask DeepSpeed's own models, where nothing else is wrong: their words are less plain."""
-        if not self.problems and is_deepspeed_available():
-            self.problems.extend(f"{path}{self._at(path)}{rest}" for path, rest in wrong_values(self.data))
 
 
 def _autos(node: dict[str, Any], section: str) -> Iterator[tuple[str, str, dict[str, Any]]]:

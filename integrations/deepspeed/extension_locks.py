@@ -20,8 +20,6 @@ from types import FrameType
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError
 
-__all__ = ["watch_locks"]
-
 logger = logging.get_logger(__name__)
 
 _PATIENCE_SECONDS = 20.0
@@ -44,51 +42,46 @@ def watch_locks() -> Iterator[None]:
     Raises:
         ConfigError: no process of this machine holds the lock, and it is an hour old.
     """
-    watch = _Watch(threading.get_ident())
+    is_over = threading.Event()
+    watch = threading.Thread(
+        target=_watch, args=(threading.get_ident(), is_over), name="deepspeed-lock-watch", daemon=True
+    )
     watch.start()
     try:
         yield
     except _AbandonedLockError:
-        raise ConfigError(watch.message) from None
+        raise ConfigError(_messages.pop(threading.get_ident())) from None
     finally:
-        watch.stop()
+        is_over.set()
+        watch.join()
 
 
-class _Watch(threading.Thread):
-    """Looks from time to time whether a thread waits for a lock."""
+_messages: dict[int, str] = {}
+"""Of the lock that a thread has waited for in vain: what is raised in another thread takes no arguments."""
 
-    def __init__(self, watched: int) -> None:
-        super().__init__(name="deepspeed-lock-watch", daemon=True)
-        self.message = ""
-        self._watched = watched
-        self._is_over = threading.Event()
 
-    def run(self) -> None:
-        """Warn once, after the thread has waited for one lock for a while; end its wait if that has no end."""
-        waits_for: Path | None = None
-        since, has_warned = time.monotonic(), False
-        while not self._is_over.wait(_PATIENCE_SECONDS / 20):
-            lock = _lock_waited_for(self._watched)
-            if lock is None or lock != waits_for:
-                waits_for, since = lock, time.monotonic()
-            elif time.monotonic() - since >= _PATIENCE_SECONDS:
-                holders, age_seconds = _find_holders(lock), _age_seconds(lock)
-                if age_seconds is None:
-                    continue
-                self.message = _describe(lock, age_seconds, holders)
-                if not holders and age_seconds >= _ABANDONED_SECONDS:
-                    # The wait is a loop of short sleeps in Python, after one of which this is raised.
-                    error = ctypes.py_object(_AbandonedLockError)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._watched), error)
-                    return
-                if not has_warned:
-                    has_warned = True
-                    logger.warning("%s. Waiting for it", self.message, main_process_only=False)
-
-    def stop(self) -> None:
-        """End the watch."""
-        self._is_over.set()
-        self.join()
+def _watch(thread: int, is_over: threading.Event) -> None:
+    """Warn once, after a thread has waited for one lock for a while; end its wait if that has no end."""
+    waits_for: Path | None = None
+    since, has_warned = time.monotonic(), False
+    while not is_over.wait(_PATIENCE_SECONDS / 20):
+        lock = _lock_waited_for(thread)
+        if lock is None or lock != waits_for:
+            waits_for, since = lock, time.monotonic()
+        elif time.monotonic() - since >= _PATIENCE_SECONDS:
+            holders, age_seconds = _find_holders(lock), _age_seconds(lock)
+            if age_seconds is None:
+                continue
+            message = _describe(lock, age_seconds, holders)
+            if not holders and age_seconds >= _ABANDONED_SECONDS:
+                _messages[thread] = message
+                # The wait is a loop of short sleeps in Python, after one of which this is raised.
+                error = ctypes.py_object(_AbandonedLockError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+                return
+            if not has_warned:
+                has_warned = True
+                logger.warning("%s. Waiting for it", message, main_process_only=False)
 
 
 def _lock_waited_for(thread: int) -> Path | None:

@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_trainer.checkpoint.format.boxes import Box, boxes_of_run
-
-__all__ = ["Partitions", "Run", "RunBox", "flat_partitions", "opened_partition", "unsharded_shape"]
+from accel_trainer.checkpoint.boxes import Box, boxes_of_run
 
 
 def flat_partitions(zero: Any) -> list[Tensor]:

@@ -19,15 +19,6 @@ from accel_trainer.runtime.process import ProcessContext, read_environment
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = [
-    "check_can_start",
-    "forget_module",
-    "import_deepspeed",
-    "join_engine_group",
-    "require_deepspeed",
-    "start_engine",
-]
-
 
 def require_deepspeed() -> None:
     """Refuse to go on where DeepSpeed is not installed; the message names the extra to install."""
@@ -66,11 +57,7 @@ def start_engine(process: ProcessContext, engine_config: Mapping[str, Any]) -> A
 
 
 def check_can_start(process: ProcessContext, engine_config: Mapping[str, Any]) -> None:
-    """Refuse a job that the engine cannot start, before anything collective.
-
-    Raises:
-        ConfigError: there is no process group, LOCAL_RANK is not set, or what the engine's ops need is missing.
-    """
+    """Refuse a job that the engine cannot start, before anything collective."""
     environ = read_environment()
     if process.backend is None:
         raise ConfigError(
@@ -114,15 +101,13 @@ def _check_build_tools(reason: str, compiler: str) -> None:
 def join_engine_group(deepspeed: Any, process: ProcessContext) -> None:
     """Give DeepSpeed the job's device and the process group that exists. Collective for the first call.
 
-    The engine chooses its accelerator by itself, from an environment variable or the hardware; this sets it to the
-    device of the job, so that `use_cpu` holds on a machine with GPUs, too.
-
     Raises:
         ConfigError: the environment has the engine use another kind of device than the job's, or a lock was left that
             its ops cannot be compiled under.
     """
     from deepspeed.accelerator import get_accelerator, set_accelerator
 
+    # It chooses by itself, from an environment variable or the hardware; `use_cpu` is to hold on a machine with GPUs.
     if process.device.type == "cpu" and get_accelerator().device_name() != "cpu":
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 

@@ -27,15 +27,11 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states, share_buffers_in_evaluation
 from accel_trainer.strategies.compile import apply_compile
-from accel_trainer.strategies.optimizer_placeholder import OptimizerPlaceholder
+from accel_trainer.strategies.optimizers import OptimizerPlaceholder, check_kind
 from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
-from accel_trainer.strategies.ownership import check_kind
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place, require_values
 from accel_trainer.tree import map_leaves
-
-__all__ = ["DeepSpeedStrategy"]
-
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NEVER_PRINT = 2**31
@@ -262,18 +258,13 @@ def _resolve_job(job: TrainJob, process: ProcessContext) -> EngineConfig:
     """Return the engine's configuration for a job, with nothing left open."""
     known: dict[str, Any] = {"given_optimizer": "torch" if job.optimizers else "none"}
     if job.optimizers and isinstance(job.optimizers[0], OptimizerPlaceholder):
-        known["given_optimizer"] = "dummy"
-        known["optimizer"] = _optimizer_facts(job.optimizers[0])
+        known |= {"given_optimizer": "dummy", "optimizer": _optimizer_facts(job.optimizers[0])}
     if job.schedule is not None:
-        known["given_scheduler"] = "dummy"
-        known["scheduler"] = _facts(job.schedule, "DummyScheduler")
-    return _resolve(
-        job.resolved,
-        process.world_size,
-        micro_batch_size=job.micro_batch_size,
-        hidden_size=hidden_size_of(getattr(job.model, "config", None)),
-        **known,
-    )
+        known |= {"given_scheduler": "dummy", "scheduler": _facts(job.schedule, "DummyScheduler")}
+    if job.micro_batch_size is not None:
+        known["micro_batch_size"] = _rows(job.micro_batch_size)
+    hidden_size = hidden_size_of(getattr(job.model, "config", None))
+    return _resolve(job.resolved, process.world_size, hidden_size=hidden_size, **known)
 
 
 def _optimizer_facts(placeholder: OptimizerPlaceholder) -> dict[str, Fact]:
@@ -288,32 +279,80 @@ def _facts(numbers: Mapping[str, Any], stand_in: str) -> dict[str, Fact]:
     return {name: Fact(value, f"{stand_in}({name}=...)") for name, value in numbers.items()}
 
 
-def _resolve(
-    resolved: Resolved,
-    world_size: int,
-    *,
-    micro_batch_size: int | None = None,
-    partial: bool = False,
-    **known: Any,
-) -> EngineConfig:
-    """Return the engine's configuration, filled with values of the run; `partial` before there is a job."""
-    config = resolved.config
+def _rows(number: int) -> Fact:
+    return Fact(number, "the prepared data loader", is_default=True)
 
+
+def _resolve(resolved: Resolved, world_size: int, *, partial: bool = False, **known: Any) -> EngineConfig:
+    """Return the engine's configuration, filled with values of the run; `partial` before there is a job."""
+    # 1 without a loader: the engine only reports by the size of a batch, and divides nothing by it.
+    facts = _facts_of(resolved, world_size, **{"micro_batch_size": _rows(1), **known})
+    engine_config = resolve_engine_config(resolved.config.deepspeed, facts=facts, partial=partial)
+    engine_config.data.setdefault("steps_per_print", _NEVER_PRINT)
+    return engine_config
+
+
+def _facts_of(resolved: Resolved, world_size: int, **known: Any) -> Facts:
     def fact(name: str, value: Any) -> Fact:
         return Fact(value, resolved.describe(name), is_default=not resolved.is_set(name))
 
-    facts = Facts(
-        world_size=world_size,
-        # 1 without a loader: the engine only reports by the size of a batch, and divides nothing by it.
-        micro_batch_size=Fact(micro_batch_size or 1, "the prepared data loader", is_default=True),
-        accumulation_steps=fact("accumulation.num_steps", config.accumulation.num_steps),
-        precision=fact("mixed_precision", str(config.mixed_precision)),
-        origins=resolved.block_origins(),
-        **known,
+    config = resolved.config
+    own = {
+        "accumulation_steps": fact("accumulation.num_steps", config.accumulation.num_steps),
+        "precision": fact("mixed_precision", str(config.mixed_precision)),
+        "origins": resolved.block_origins(),
+    }
+    return Facts(world_size=world_size, **{**own, **known})
+
+
+Given = Mapping[str, tuple[Any, bool]]
+"""Value of each of a Trainer's arguments by name, and whether it was left at its default."""
+
+
+def resolve_arguments(
+    resolved: Resolved,
+    given: Given,
+    process: ProcessContext,
+    *,
+    model: Any = None,
+    num_steps: int | None = None,
+    num_warmup_steps: int | None = None,
+    **kinds: str,
+) -> EngineConfig:
+    """Return the engine's configuration with every "auto" that a Trainer's arguments answer.
+
+    Args:
+        model: for its sizes; None before there is one.
+        num_steps: updates of the training. Without it, an "auto" that nothing fills yet is left out.
+        kinds: `given_optimizer` and `given_scheduler`, as of `Facts`.
+
+    Raises:
+        ConfigError: all that is wrong in the configuration, and all its conflicts with the arguments.
+    """
+
+    def fact(name: str) -> Fact:
+        value, is_default = given[name]
+        return Fact(value, f"TrainingArguments({name}=...)", is_default)
+
+    (beta1, is_default1), (beta2, is_default2) = given["adam_beta1"], given["adam_beta2"]
+    betas = Fact([beta1, beta2], "TrainingArguments(adam_beta1=..., adam_beta2=...)", is_default1 and is_default2)
+    rate = fact("learning_rate")
+    scheduler = {"warmup_max_lr": rate}
+    if num_steps is not None:
+        scheduler["total_num_steps"] = Fact(num_steps, "the Trainer's number of steps")
+        scheduler["warmup_num_steps"] = Fact(num_warmup_steps or 0, "TrainingArguments(warmup_steps=...)")
+    facts = _facts_of(
+        resolved,
+        process.world_size,
+        micro_batch_size=fact("per_device_train_batch_size"),
+        accumulation_steps=fact("gradient_accumulation_steps"),
+        max_grad_norm=fact("max_grad_norm"),
+        optimizer={"lr": rate, "betas": betas, "eps": fact("adam_epsilon"), "weight_decay": fact("weight_decay")},
+        scheduler=scheduler,
+        hidden_size=hidden_size_of(getattr(model, "config", None)),
+        **kinds,
     )
-    engine_config = resolve_engine_config(config.deepspeed, facts=facts, partial=partial)
-    engine_config.data.setdefault("steps_per_print", _NEVER_PRINT)
-    return engine_config
+    return resolve_engine_config(resolved.config.deepspeed, facts=facts, partial=num_steps is None)
 
 
 def _check_groups(job: TrainJob) -> None:

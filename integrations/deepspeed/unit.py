@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.format.boxes import Box
+from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.checkpoint_io import DeepSpeedCheckpointIO
 from accel_trainer.integrations.deepspeed.partitions import flat_partitions, unsharded_shape
@@ -22,12 +22,11 @@ from accel_trainer.integrations.deepspeed.runtime import forget_module
 from accel_trainer.runtime.collective_checks import note_call
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_
+from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO, Layout, StepOutcome, TrainUnit
-from accel_trainer.strategies.ownership import check_frozen
+from accel_trainer.strategies.optimizers import check_frozen
 from accel_trainer.strategies.parameter_state.matching import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit
-
-__all__ = ["DeepSpeedUnit", "EvaluationUnit", "release_earlier"]
 
 logger = logging.get_logger(__name__)
 
@@ -64,6 +63,7 @@ def _came_late(optimizer: Optimizer, module: nn.Module) -> ConfigError:
 class EvaluationUnit(NativeUnit):
     """A model for evaluation at a stage of ZeRO that does not shard parameters; there is no engine."""
 
+    @section("backward")
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Refuse: no gradients would be exchanged."""
         raise ConfigError(
@@ -150,6 +150,7 @@ class DeepSpeedUnit(TrainUnit):
         finally:
             self.set_gradient_sync(before)
 
+    @section("backward")
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate gradients of `loss`, scaled where fp16 asks for it. Collective, also within a window."""
         if unknown := sorted(kwargs.keys() - {"retain_graph"}):

@@ -11,8 +11,6 @@ from accel_trainer import logging
 from accel_trainer.errors import ConfigError
 from accel_trainer.tracking import GeneralTracker
 
-__all__ = ["MLflowTracker"]
-
 logger = logging.get_logger(__name__)
 
 # Most parameters of one request, and the longest one: https://mlflow.org/docs/latest/rest-api.html

@@ -8,8 +8,6 @@ from typing import Any
 from accel_trainer.errors import ConfigError
 from accel_trainer.tracking import GeneralTracker
 
-__all__ = ["TensorBoardTracker"]
-
 
 class TensorBoardTracker(GeneralTracker):
     """Writes to `logging_dir/project_name`; `init_kwargs={"tensorboard": ...}` goes to torch's SummaryWriter."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from accel_trainer.tracking import GeneralTracker
 
-__all__ = ["TrackioTracker", "WandBTracker"]
-
 
 class _RunTracker(GeneralTracker):
     """Logs to a run of the library named `name`."""

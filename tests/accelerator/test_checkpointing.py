@@ -15,9 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator
-from accel_trainer.checkpoint.format.manifest import Manifest
+from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from tests.checkpoint.crash_job import SavedRun, acknowledged, assert_survived, save_repeatedly
+from tests.fault_injection import fault_env
 from tests.ranks import RankFailure, run_ranks
 
 
@@ -186,7 +187,7 @@ def slow_save(directory: Path) -> dict[str, Any]:
 
 def test_r5_a_background_save_stalls_shortly_and_saves_what_was_there_when_it_was_asked(tmp_path: Path):
     fault = "sleep@save.before_vote:rank=1:step=1:seconds=1.5"
-    results = run_ranks(slow_save, 2, tmp_path, env={"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": fault})
+    results = run_ranks(slow_save, 2, tmp_path, env=fault_env(fault))
     for result in results:
         assert result["held"] == 1
         assert not result["published"]
@@ -221,13 +222,13 @@ def count_votes(directory: Path) -> list[int]:
 
 def test_ranks_ask_each_other_once_an_update_whether_a_background_save_has_ended(tmp_path: Path):
     fault = "sleep@save.before_vote:rank=1:step=0:seconds=2"
-    votes = run_ranks(count_votes, 2, tmp_path, env={"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": fault})
+    votes = run_ranks(count_votes, 2, tmp_path, env=fault_env(fault))
     assert votes == [[0, 0, 1, 0, 0, 1]] * 2
 
 
 @pytest.mark.parametrize("target", [":rank=0", ":rank=1", ""], ids=["rank0", "rank1", "both"])
 def test_r5_a_kill_in_the_background_loses_nothing_acknowledged(tmp_path: Path, target: str):
-    env = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": f"kill9@save.after_vote{target}:step=1"}
+    env = fault_env(f"kill9@save.after_vote{target}:step=1")
     with pytest.raises(RankFailure, match="SIGKILL"):
         run_ranks(save_repeatedly, 2, tmp_path, 3, async_=True, env=env)
     assert acknowledged(tmp_path) == 0
@@ -248,7 +249,7 @@ def fail_in_background(directory: Path, how: str) -> str:
 
 @pytest.mark.parametrize("how", ["save_state", "load_state", "wait_for_checkpoint", "end_training"])
 def test_r5_a_background_error_is_raised_by_whatever_comes_next(tmp_path: Path, how: str):
-    env = {"ACCEL_TRAINER_TEST_MODE": "1", "ACCEL_TRAINER_FAULT": "raise@save.before_vote:rank=1:step=1"}
+    env = fault_env("raise@save.before_vote:rank=1:step=1")
     told = run_ranks(fail_in_background, 2, tmp_path, how, env=env)
     assert told[1] == "RuntimeError: fault injected at save.before_vote"
     assert "RuntimeError: fault injected at save.before_vote" in told[0]
@@ -267,15 +268,11 @@ def test_r5_the_end_of_the_process_waits_for_the_writer(tmp_path: Path):
 
     code = (
         "import sys; from pathlib import Path; from tests.accelerator.test_checkpointing import leave_at_once; "
-        "from accel_trainer.checkpoint import hashing; hashing._FLUSH_BYTES = 1; "  # as in large files
-        "leave_at_once(Path(sys.argv[1]))"
+        "from accel_trainer.checkpoint import checksums; checksums._FLUSH_BYTES = 1; "  # as in large files
+        "from tests.fault_injection import install_faults; "
+        "install_faults('sleep@save.mid_shard:step=0:seconds=0.05', 0); leave_at_once(Path(sys.argv[1]))"
     )
-    environ = {
-        **os.environ,
-        "ACCEL_TRAINER_TEST_MODE": "1",
-        "ACCEL_TRAINER_FAULT": "sleep@save.mid_shard:step=0:seconds=0.05",
-    }
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environ, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
     run = SavedRun(tmp_path)
     run.accelerator.load_state()
     assert run.step_held() == 0

@@ -30,19 +30,12 @@ from accel_trainer.utils import (
     TorchDynamoPlugin,
 )
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios, refused
+from tests.scenarios import Scenarios, refused
 
 preload("accel_trainer.accelerator", "tests.scenarios")
 
 SCENARIOS = Scenarios()
-
-
-def run_all() -> dict[str, Outcome]:
-    return SCENARIOS.run()
-
-
-def results(name: str) -> list[Any]:
-    return SCENARIOS.results(name, run_all, world_size=2)
+results = SCENARIOS.results
 
 
 def facts(accelerator: Accelerator) -> tuple[bool, bool, bool, str]:

@@ -13,14 +13,11 @@ import torch
 from torch import nn
 
 from accel_trainer import Accelerator, ProjectConfiguration
-from accel_trainer.checkpoint.commit.retention import numbered_checkpoints
-from accel_trainer.checkpoint.format.manifest import Manifest
-from accel_trainer.checkpoint.format.verification import check_files, refuse_extra_files
+from accel_trainer.checkpoint.manifest import Manifest, check_files, refuse_extra_files
+from accel_trainer.checkpoint.names import numbered_checkpoints
 from accel_trainer.errors import CheckpointNotFoundError
 from accel_trainer.runtime import rank_watch
 from tests.ranks import RankFailure, preload, run_ranks
-
-__all__ = ["SavedRun", "acknowledged", "assert_survived", "kill_at_random", "random_kill", "save_repeatedly"]
 
 preload(
     "accel_trainer.accelerator",

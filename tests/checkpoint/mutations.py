@@ -19,18 +19,16 @@ from unittest import mock
 import torch
 import torch.distributed.checkpoint as dcp
 
-from accel_trainer.checkpoint.commit import lock
-from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock
-from accel_trainer.checkpoint.format.checksums import hash_file
-from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
+from accel_trainer.checkpoint import lock
+from accel_trainer.checkpoint.checksums import hash_file
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
+from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
 from accel_trainer.checkpoint.weights.reading import WeightFiles
 from accel_trainer.checkpoint.weights.writing import save_weights
 from accel_trainer.errors import AccelTrainerError
 from tests.checkpoint.crash_job import SavedRun
 from tests.checkpoint.small_run import SmallRun
-
-__all__ = ["KINDS", "Mutated", "change_bytes", "trial"]
 
 ACCELERATE = Path(__file__).parent / "fixtures" / "accelerate_1_15"
 OUTCOMES = ("loaded equal", "loaded", "refused", "fallen back")

@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_trainer import Accelerator
 
-__all__ = ["Counter", "SmallRun"]
-
 
 class Counter:
     """A registered object."""

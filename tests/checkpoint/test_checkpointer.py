@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from accel_trainer.checkpoint.background import SavePolicy
 from accel_trainer.checkpoint.checkpointer import Checkpointer, SaveJob
-from accel_trainer.checkpoint.commit.lock import LOCK_NAME
-from accel_trainer.checkpoint.commit.retry import SavePolicy
-from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.manifest import Manifest
-from accel_trainer.checkpoint.selection import CheckpointKind
+from accel_trainer.checkpoint.lock import LOCK_NAME
+from accel_trainer.checkpoint.manifest import Manifest
+from accel_trainer.checkpoint.publication import StagedDirectory
+from accel_trainer.checkpoint.reader import CheckpointKind
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 

@@ -24,13 +24,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
-from accel_trainer.checkpoint.commit.lock import LOCK_NAME, DirectoryLock, lock_of
-from accel_trainer.checkpoint.commit.publication import Publication
-from accel_trainer.checkpoint.commit.retention import retire
-from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
+from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock, lock_of
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
+from accel_trainer.checkpoint.names import retire
+from accel_trainer.checkpoint.publication import Publication
 from accel_trainer.checkpoint.reader import open_checkpoint
-from accel_trainer.checkpoint.weights.reading import WeightFiles, load_torch_file
+from accel_trainer.checkpoint.torch_files import load_torch_file
+from accel_trainer.checkpoint.weights.reading import WeightFiles
 from accel_trainer.checkpoint.weights.writing import save_weights
 from accel_trainer.errors import ConfigError, CorruptCheckpointError
 from accel_trainer.launch.checkpoints import run_ckpt
@@ -352,7 +353,8 @@ def deep() -> list[Any]:
     "damage",
     [
         lambda path: replace_manifest(path, b'{"format_version": 1, "world_size": 1, "torch": "2"}'),
-        lambda path: replace_manifest(path, b'{"format_version": 3, "checksum": "sha256", "world_size": 1e999}'),
+        lambda path: replace_manifest(path, (path / MANIFEST_NAME).read_bytes().replace(b'"units"', b'"other"')),
+        lambda path: replace_manifest(path, b'{"format_version": 3, "checksum": "xxh3-128", "world_size": 1e999}'),
         lambda path: replace_manifest(path, b"[" * 200_000),
         lambda path: forge(path, "training.json", {"schedulers": 3}),
         lambda path: forge(path, "training.json", deep()),
@@ -360,7 +362,7 @@ def deep() -> list[Any]:
         lambda path: forge(path, "unit_0.json", {"engine": "torch", "tied": {}, "optimizer": {"param_groups": 3}}),
         lambda path: forge(path, "random_0.json", {"python": [1, 2, 3]}),
     ],
-    ids=["units", "infinite", "brackets", "schedulers", "deep", "outline", "groups", "streams"],
+    ids=["version", "units", "infinite", "brackets", "schedulers", "deep", "outline", "groups", "streams"],
 )
 def test_a_checkpoint_that_makes_a_reader_stumble_is_corrupt_and_the_one_before_it_is_taken(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture

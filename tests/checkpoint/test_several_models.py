@@ -13,9 +13,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel_trainer import Accelerator
-from accel_trainer.checkpoint.commit.publication import Publication
-from accel_trainer.checkpoint.format.json_codec import encode
-from accel_trainer.checkpoint.train_state import TrainState, save_train_state
 from accel_trainer.errors import IncompatibleCheckpointError
 
 
@@ -41,21 +38,6 @@ def save_own(folder: Path, accelerator: Accelerator, things: Sequence[Any]) -> N
     accelerator.save_state(folder)
 
 
-def save_format_1(folder: Path, accelerator: Accelerator, things: Sequence[Any]) -> None:
-    """Save as format 1 did: each model and each optimizer whole, in a file of its own."""
-    units = [accelerator.unit_of(thing).checkpoint_io() for thing in things[:2]]
-    publication = Publication(folder, accelerator.process)
-    with publication as staged:
-        save_train_state(staged, TrainState([], [], [], [], [], {}, None, accelerator.process), accelerator.process)
-        for index, unit in enumerate(units):
-            held: dict[str, torch.Tensor] = {}
-            staged.write_json(f"optimizer_{index}.json", encode(unit.full_optimizer_state(), held))
-            staged.write_tensors(f"optimizer_{index}.safetensors", held)
-            staged.write_tensors(f"model_{index}.safetensors", unit.full_model_state())
-        staged.metadata["units"] = len(units)
-    publication.commit()
-
-
 def save_as_accelerate(folder: Path, accelerator: Accelerator, things: Sequence[Any]) -> None:
     folder.mkdir()
     for index, ending in enumerate(["", "_1"]):
@@ -64,7 +46,7 @@ def save_as_accelerate(folder: Path, accelerator: Accelerator, things: Sequence[
     torch.save({}, folder / "random_states_0.pkl")
 
 
-SAVERS = {"own": save_own, "format 1": save_format_1, "accelerate": save_as_accelerate}
+SAVERS = {"own": save_own, "accelerate": save_as_accelerate}
 
 
 @pytest.mark.parametrize("kind", SAVERS)

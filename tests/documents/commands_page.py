@@ -11,8 +11,6 @@ from unittest import mock
 
 from accel_trainer.launch.cli import COMMANDS, main
 
-__all__ = ["PAGE", "build_page"]
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 _SUBCOMMANDS = {
     "config": ("default", "show", "update", "schema"),
@@ -38,7 +36,7 @@ def _help(*words: str) -> str:
 def _sections() -> Iterator[str]:
     yield _HEAD
     seen: dict[object, str] = {}
-    for name, (function, text) in COMMANDS.items():
+    for name, (function, _, text) in COMMANDS.items():
         yield f"## {name}\n"
         if function in seen:
             yield f"The same as [{seen[function]}](#{seen[function]}).\n"

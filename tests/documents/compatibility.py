@@ -13,8 +13,6 @@ from typing import Any
 
 from tests.conformance import test_conformance, test_several, test_windows
 
-__all__ = ["PAGE", "replace_tables"]
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
 MODULES = (test_conformance, test_several, test_windows)

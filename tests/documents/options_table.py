@@ -10,8 +10,6 @@ from typing import Any
 from accel_trainer.config import field_specs, flag_name
 from accel_trainer.config.description import documentation
 
-__all__ = ["PAGE", "build_tables", "replace_tables"]
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 _BLOCK = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

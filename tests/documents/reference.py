@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["PAGES", "public_names", "write_pages"]
-
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "reference"
 
 PAGES = {

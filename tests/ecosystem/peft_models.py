@@ -10,17 +10,6 @@ from torch import nn
 
 from tests.trainer_jobs import TokenDataset, arguments, build_model, strategy_arguments
 
-__all__ = [
-    "METHODS",
-    "RANKS",
-    "STRATEGIES",
-    "adapt",
-    "batch_loss",
-    "build_accelerator",
-    "build_peft_trainer",
-    "trained_tensors",
-]
-
 METHODS = ("lora", "modules_to_save", "prompt", "checkpointing")
 STRATEGIES = ("single", "ddp", "fsdp", "zero2", "zero3")
 RANKS = {"single": 1, "ddp": 2, "fsdp": 2, "zero2": 2, "zero3": 2}

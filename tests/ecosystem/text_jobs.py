@@ -6,18 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "build_embedder",
-    "build_tokenizer",
-    "pairs",
-    "preferences",
-    "quiet",
-    "save_bert",
-    "save_llama",
-    "sentence",
-    "texts",
-]
-
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "rain", "falls", "on", "hills")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_trainer import Accelerator, DataLoaderConfiguration, GradScalerKwargs, InitProcessGroupKwargs
-from accel_trainer.checkpoint.format.safetensors_file import StagingMemory
+from accel_trainer.checkpoint.safetensors_file import StagingMemory
 from tests import stand_in
 from tests.mesh_loops import updates
 from tests.ranks import preload, run_ranks

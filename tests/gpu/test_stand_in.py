@@ -388,7 +388,7 @@ def test_layers_on_disk_compute_in_the_precision_that_was_asked_for():
 @LAUNCHED.add
 def before_the_job_is_joined() -> dict[str, Any]:
     from accel_trainer import load_checkpoint_in_model
-    from accel_trainer.big_models.cpu_offload_hook import CpuOffload
+    from accel_trainer.big_models.module_hooks import CpuOffload
     from accel_trainer.runtime.process import with_index
     from accel_trainer.utils import init_on_device
 

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from accel_trainer.config import resolve
-from accel_trainer.launch import questionnaire
+from accel_trainer.contrib import questionnaire
 from accel_trainer.launch.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]

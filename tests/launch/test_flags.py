@@ -227,7 +227,7 @@ def test_a_switch_with_a_wrong_word_is_an_error() -> None:
 
 
 def test_a_module_and_a_program() -> None:
-    assert parse("-m", "package.train", "x") == Options(is_module=True, rest=("package.train", "x"))
+    assert parse("-m", "package.train", "x") == Options(module=True, rest=("package.train", "x"))
     assert parse("--no_python", "./run.sh").no_python
 
 

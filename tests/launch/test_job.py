@@ -13,7 +13,7 @@ import pytest
 
 from accel_trainer.config import resolve
 from accel_trainer.errors import ConfigError
-from accel_trainer.launch.default_file import default_config_path
+from accel_trainer.launch.config_file import default_config_path
 from accel_trainer.launch.job import MIN_PROCESSES, Job, plan_job, read_options, run_job
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.cores import usable_cores
@@ -176,7 +176,7 @@ def test_gpu_ids_choose_the_devices_and_their_number(tmp_path: Path, script: str
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "nvidia0").touch()
-    monkeypatch.setattr("accel_trainer.launch.job._DEVICE_FILES", (str(tmp_path / "nvidia*"),))
+    monkeypatch.setattr("accel_trainer.launch.machine._DEVICE_FILES", (str(tmp_path / "nvidia*"),))
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
 
@@ -208,7 +208,7 @@ def test_gpus_that_are_not_there_are_refused(
     job = plan(tmp_path, "--num_processes", number, "--gpu_ids", "3,4", script)
     with pytest.raises(ConfigError, match=r"gpu_ids=3,4 \(from --gpu_ids\), and this machine has 4 GPU\(s\), numbered"):
         run_job(job)
-    monkeypatch.setattr("accel_trainer.launch.job._DEVICE_FILES", ())
+    monkeypatch.setattr("accel_trainer.launch.machine._DEVICE_FILES", ())
     with pytest.raises(ConfigError, match="and this machine has no GPU; pass --cpu"):
         run_job(job)
 

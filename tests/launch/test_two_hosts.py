@@ -22,7 +22,7 @@ from typing import NoReturn
 import pytest
 
 from accel_trainer.launch import rendezvous
-from accel_trainer.launch.network import find_interface
+from accel_trainer.launch.machine import find_interface
 from tests.launches import run_command
 from tests.ranks import preload, run_ranks
 
@@ -274,7 +274,7 @@ def test_workers_of_both_machines_are_started_again(ends: dict[str, dict[int, En
 
 def test_the_interface_is_the_one_that_reaches_the_main_machine(machines: list[str]) -> None:
     code = (
-        "from accel_trainer.launch.network import find_interface\n"
+        "from accel_trainer.launch.machine import find_interface\n"
         "print(*map(find_interface, ['10.231.7.1', 'fd31::1', '8.8.8.8']))"
     )
     for index, name in enumerate(machines):

@@ -25,18 +25,14 @@ from accel_trainer.errors import DesyncError, ProcessGroupError
 from accel_trainer.runtime import rank_watch
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_watch import current_watch
+from tests.fault_injection import fault_env
 from tests.fault_matrix import build_tests
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.accelerator")
 
-FAULTS = "ACCEL_TRAINER_FAULT"
 POLL_SECONDS = 0.1
 """Of the threads, in these tests: what takes a roll five polls takes half a second."""
-
-
-def fault(text: str) -> dict[str, str]:
-    return {"ACCEL_TRAINER_TEST_MODE": "1", FAULTS: text}
 
 
 def as_script(function: Callable[..., Any], *args: Any) -> Any:
@@ -88,7 +84,7 @@ def native_script(strategy: str, directory: str, options: dict[str, Any]) -> Non
 
 def failures_of(function: Callable[..., Any], *args: Any, text: str = "", world_size: int = 2) -> dict[int, str]:
     with pytest.raises(RankFailure) as failed:
-        run_ranks(function, world_size, *args, env=fault(text), timeout=40)
+        run_ranks(function, world_size, *args, env=fault_env(text), timeout=40)
     return failed.value.failures
 
 
@@ -109,8 +105,8 @@ def test_r10_a_rank_that_does_not_come_within_the_timeout_is_named_with_its_plac
 
     found = (
         r"rank 0 waits in \w+ \(number \d+ of the group\) for rank 1, which has not arrived there:\n"
-        r"  rank 1 is in data loading, native_loop \(test_rank_watch\.py:\d+\): update 1, collective \d+.*\n(.*\n)*"
-        r".*time.sleep\(self.seconds\)\n"
+        r"  rank 1 is in data loading, happen \(fault_injection\.py:\d+\): update 1, collective \d+.*\n(.*\n)*"
+        r".*, in native_loop\n(.*\n)*.*time.sleep\(self.seconds\)\n"
         r"  rank 0 waits in \w+, in \w+, \w+ \(test_rank_watch\.py:\d+\): update 1, collective \d+"
     )
     assert re.search(rf"HangError: {found}(.*\n)*Rank 0 gives up after 2.5 s \(timeout_seconds\)", failures[0])
@@ -137,8 +133,8 @@ def test_r10_ranks_that_do_not_move_end_the_job_at_the_limit_of_their_section(tm
     found = (
         r"rank 0 waits in \w+ \(number \d+ of the group\) for ranks 1, 2, 3, which have not arrived there:\n"
         rf"  rank 1 {silent}.*\n(.*\n)*  rank 2 {silent}.*\n(.*\n)*"
-        r"  rank 3 is in data loading, native_loop \(test_rank_watch\.py:\d+\): update 1, collective \d+.*\n(.*\n)*"
-        r".*time.sleep\(self.seconds\)\n"
+        r"  rank 3 is in data loading, happen \(fault_injection\.py:\d+\): update 1, collective \d+.*\n(.*\n)*"
+        r".*, in native_loop\n(.*\n)*.*time.sleep\(self.seconds\)\n"
         r"  rank 0 waits in \w+, in \w+, \w+ \(test_rank_watch\.py:\d+\): update 1, collective \d+"
     )
     # A warning at half of a step's limit, on one of the ranks; then the end of all.
@@ -171,7 +167,7 @@ def compile_long(directory: str) -> None:
 
 
 def test_r10_a_first_step_that_takes_longer_than_others_may_is_no_hang(tmp_path):
-    env = fault("sleep@train.forward:rank=1:step=0:seconds=2")
+    env = fault_env("sleep@train.forward:rank=1:step=0:seconds=2")
 
     assert run_ranks(compile_long, 2, str(tmp_path), env=env) == [None, None]
 

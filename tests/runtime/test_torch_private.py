@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.agent.server import WorkerSpec, local_elastic_agent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -28,6 +30,10 @@ INSTANCES: dict[str, Any] = {
     "torch._dynamo.eval_frame.OptimizedModule": torch.compile(MODULE),
     "torch.distributed.device_mesh.DeviceMesh": dist.device_mesh.DeviceMesh("cpu", [0], _init_backend=False, _rank=0),
     "torch.amp.GradScaler": torch.amp.GradScaler("cpu"),
+    torch_private._AGENT: local_elastic_agent.LocalElasticAgent(
+        WorkerSpec("", 1, DynamicRendezvousHandler.__new__(DynamicRendezvousHandler), entrypoint="true"),
+        DefaultLogsSpecs(),
+    ),
     "torch.nn.Module": MODULE,
     "torch.optim.AdamW": torch.optim.AdamW(MODULE.parameters(), fused=True),
     "torch.utils.data.DataLoader": DataLoader([1]),
@@ -46,7 +52,6 @@ HANDLED = [
     dist.ProcessGroupGloo,
     dist.device_mesh.DeviceMesh,
     dist.distributed_c10d,
-    local_elastic_agent.LocalElasticAgent,
     nn.parallel.DistributedDataParallel,
     torch.utils.data.dataloader,
     DTensor,

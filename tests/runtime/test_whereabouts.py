@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from accel_trainer.runtime.whereabouts import Whereabouts, describe_thread, position_of
+from accel_trainer.runtime.whereabouts import (
+    Whereabouts,
+    describe_failure,
+    describe_thread,
+    position_of,
+    section,
+    waits,
+)
 from tests.ranks import run_ranks
 
 
@@ -138,3 +145,21 @@ def test_a_thread_describes_itself_as_another_does():
     here = describe_thread(threading.get_ident())
     assert here is not None
     assert here.line.startswith("test_a_thread_describes_itself_as_another_does (test_whereabouts.py:")
+
+
+@section("a section of the test")
+def fail(in_collective: bool) -> None:
+    wait_for_all() if in_collective else int("no number")
+
+
+@waits("a wait of the test")
+def wait_for_all() -> None:
+    raise ValueError("in the wait")
+
+
+@pytest.mark.parametrize(("in_collective", "operation"), [(True, "a wait of the test"), (False, "")])
+def test_a_marked_function_is_a_section_whatever_its_name_is(in_collective, operation):
+    with pytest.raises(ValueError, match="in") as failed:
+        fail(in_collective)
+    where = describe_failure(failed.value)
+    assert (where.section, where.operation) == ("a section of the test", operation)

@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_trainer import DDPCommunicationHookType, DistributedDataParallelKwargs
 from accel_trainer.errors import ConfigError
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios
+from tests.scenarios import Scenarios
 
 preload("accel_trainer.accelerator", "tests.scenarios")
 
 SCENARIOS = Scenarios()
+results = SCENARIOS.results
 POWER = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 1}
 ASKED: dict[str, dict[str, Any]] = {
     "none": {},
@@ -26,14 +27,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "power_sgd": {"comm_hook": "power_sgd", "comm_state_option": POWER},
     "power_sgd in fp16": {"comm_hook": "power_sgd", "comm_wrapper": "fp16", "comm_state_option": POWER},
 }
-
-
-def run_all() -> dict[str, Outcome]:
-    return SCENARIOS.run()
-
-
-def results(name: str) -> list[Any]:
-    return SCENARIOS.results(name, run_all, world_size=2)
 
 
 def register_by_hand(name: str, model: DistributedDataParallel) -> None:

@@ -14,19 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios
+from tests.scenarios import Scenarios
 
 preload("accel_trainer.accelerator", "tests.scenarios")
 
 SCENARIOS = Scenarios()
-
-
-def run_all() -> dict[str, Outcome]:
-    return SCENARIOS.run()
-
-
-def results(name: str) -> list[Any]:
-    return SCENARIOS.results(name, run_all, world_size=2)
+results = SCENARIOS.results
 
 
 class Net(nn.Module):

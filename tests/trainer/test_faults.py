@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from transformers import TrainerCallback
 
-from accel_trainer.runtime.fault_injection import install_faults
+from tests.fault_injection import injected
 from tests.trainer_jobs import build_trainer
-
-
-@pytest.fixture(autouse=True)
-def no_faults_left() -> Iterator[None]:
-    yield
-    install_faults({}, 0)
 
 
 def recorded(output_dir: Any, seen: list[str]) -> None:
@@ -65,12 +58,10 @@ def whole(tmp_path_factory) -> list[str]:
         ("eval.gather", "metrics"),
     ],
 )
-def test_a_fault_strikes_a_trainer_at_its_point(tmp_path, monkeypatch, whole, point: str, missing: str):
-    monkeypatch.setenv("ACCEL_TRAINER_TEST_MODE", "1")
-    monkeypatch.setenv("ACCEL_TRAINER_FAULT", f"raise@{point}:step=1")
+def test_a_fault_strikes_a_trainer_at_its_point(tmp_path, whole, point: str, missing: str):
     seen: list[str] = []
 
-    with pytest.raises(RuntimeError, match=rf"fault injected at {point}"):
+    with injected(f"raise@{point}:step=1"), pytest.raises(RuntimeError, match=rf"fault injected at {point}"):
         recorded(tmp_path, seen)
 
     # The second time; predictions are gathered first, and labels next, before the metrics.

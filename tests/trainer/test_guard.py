@@ -10,7 +10,9 @@ import ast
 import functools
 import importlib
 import inspect
+import re
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ import transformers
 from accel_trainer.trainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 ROOT = Path(__file__).resolve().parents[2]
+OVERRIDES_PAGE = ROOT / "docs" / "trainer_overrides.md"
 
 # Why a method may stay upstream's although it names something of accelerate.
 EXCUSED = {
@@ -181,11 +184,13 @@ def super_calls(module: Any) -> set[str]:
 
 def test_an_override_that_calls_what_needs_accelerate_is_excused():
     import accel_trainer.trainer.arguments.training_arguments as arguments_module
-    import accel_trainer.trainer.checkpoint.methods as checkpoint_module
+    import accel_trainer.trainer.checkpoint.resuming as resuming_module
+    import accel_trainer.trainer.checkpoint.saving as saving_module
     import accel_trainer.trainer.trainer as trainer_module
 
     for module, upstream in (
-        (checkpoint_module, transformers.Trainer),
+        (resuming_module, transformers.Trainer),
+        (saving_module, transformers.Trainer),
         (trainer_module, transformers.Trainer),
         (arguments_module, transformers.TrainingArguments),
     ):
@@ -204,6 +209,25 @@ def test_every_override_is_a_method_of_the_installed_class():
     missing = {name for name in ours if not hasattr(transformers.Trainer, name)}
 
     assert not missing - OWN_METHODS, f"transformers {transformers.__version__} has no {missing}: nobody calls them"
+
+
+def methods_of(classes: list[type]) -> set[str]:
+    kinds = (FunctionType, property, classmethod, staticmethod)
+    return {name for each in classes for name, value in vars(each).items() if isinstance(value, kinds)}
+
+
+def test_the_page_of_overrides_is_the_class():
+    text = OVERRIDES_PAGE.read_text(encoding="utf-8")
+    first_cells = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+    rows = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    ours = methods_of([each for each in Seq2SeqTrainer.__mro__ if each.__module__.startswith("accel_trainer.")])
+    upstream = methods_of([each for each in transformers.Seq2SeqTrainer.__mro__ if each is not object])
+
+    assert len(rows) == len(set(rows))
+    assert not ours & upstream - set(rows), "give each a row: why, and which public hook there is"
+    # A release may lack some of upstream's, which the test above names: a row needs a method of ours in any case.
+    assert not set(rows) - ours, "rows of methods that are gone"
+    assert f"{len(rows)} methods, {sum(name.startswith('_') and name != '__init__' for name in rows)} of them" in text
 
 
 def test_overrides_take_what_upstream_passes():

@@ -172,8 +172,8 @@ def roll_back(folder: str, *, strategy: str) -> dict[str, Any]:
 
 
 def train_by_hand(updates: list[tuple[Any, ...]]) -> dict[str, Any]:
-    """A loop over these updates, each in as many parts as there were ranks; the 6th goes back to after the 4th."""
-    model = build_model()
+    """A float64 loop over these updates, each in as many parts as there were ranks; the 6th goes back to the 4th."""
+    model = build_model().double()  # what differs from it is the rounding of one run, and not of two
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPSILON, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 16)
     losses, kept = [], None

@@ -15,7 +15,7 @@ from accel_trainer import Trainer
 from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.trainer.epoch import WindowReader
+from accel_trainer.trainer.loop import WindowReader
 from accel_trainer.trainer.run_clock import RunClock
 from tests.ranks import preload, run_ranks
 from tests.strategy_configs import HAS_DEEPSPEED, needs_deepspeed

@@ -16,18 +16,16 @@ import numpy as np
 import torch
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
-from accel_trainer.checkpoint.format.regular_files import as_corrupt
+from accel_trainer.checkpoint.disk import as_corrupt
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
 from accel_trainer.checkpoint.interop.export import find_weights
-from accel_trainer.checkpoint.train_state import TrainState, read_on_main
-from accel_trainer.checkpoint.weights.reading import load_torch_file
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME
+from accel_trainer.checkpoint.run_state import TrainState, read_on_main
+from accel_trainer.checkpoint.torch_files import load_torch_file
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import set_rng_state
 from accel_trainer.runtime.shared_errors import raise_together
-
-__all__ = ["is_accelerate_or_dcp_state", "load_accelerate_or_dcp_state", "name_parameters"]
 
 logger = logging.get_logger(__name__)
 
@@ -59,6 +57,7 @@ def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: Pr
             weights = read_on_main(process, section, partial(find_weights, directory, index))
             loads.append(unit.plan_full_model_load(weights or {}))
         if state.has_optimizer[index]:
+            # Collective, hence outside of the read on rank 0.
             own = unit.full_optimizer_state()
             with as_corrupt(directory):
                 stored = read_on_main(process, section, partial(_optimizer, directory, index, own))
@@ -72,6 +71,7 @@ def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: Pr
     with raise_together(process, section):
         for item, saved in small:
             item.load_state_dict(saved)
+        # Last, as in `load_train_state`.
         streams = _restore_streams(directory, process)
     saved_by = len(list(directory.glob("random_states_*.pkl")))
     stepped = f"; its schedules were stepped {saved_by} times an update" if saved_by > 1 and state.schedulers else ""
@@ -111,11 +111,7 @@ def _optimizer(directory: Path, index: int, own: Mapping[str, Any]) -> Mapping[s
 
 
 def name_parameters(stored: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Give an optimizer's state that numbers its parameters the names of those in the same places of `own`.
-
-    Raises:
-        IncompatibleCheckpointError: it was saved for other parameter groups.
-    """
+    """Give an optimizer's state that numbers its parameters the names of those in the same places of `own`."""
     groups, own_groups = list(stored["param_groups"]), own["param_groups"]
     keys = list(chain.from_iterable(group["params"] for group in groups))
     if not all(isinstance(key, int) for key in keys):
@@ -139,6 +135,7 @@ def _read_small(directory: Path, state: TrainState) -> list[tuple[Any, Any]]:
         (scheduler, _load(_required(directory, f"scheduler{_suffix(index)}.bin")))
         for index, scheduler in enumerate(state.schedulers)
     ]
+    # By number: as text, 10 would come before 9, and objects would load each other's state.
     saved = sorted(directory.glob("custom_checkpoint_*.pkl"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if len(saved) != len(state.objects):
         raise IncompatibleCheckpointError(

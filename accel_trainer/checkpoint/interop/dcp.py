@@ -18,19 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_trainer.checkpoint.format.boxes import Box, Index
-from accel_trainer.checkpoint.format.pickles import check_numbering
-from accel_trainer.checkpoint.format.regular_files import check_regular, read_regular
+from accel_trainer.checkpoint.boxes import Box, Index
+from accel_trainer.checkpoint.disk import check_regular, read_regular
 from accel_trainer.checkpoint.shards import ShardedTensors, TensorShards
-from accel_trainer.checkpoint.weights.reading import check_torch_bytes
+from accel_trainer.checkpoint.torch_files import check_numbering, check_torch_bytes
 from accel_trainer.errors import (
     AccelTrainerError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-
-__all__ = ["METADATA_NAME", "DcpDirectory"]
 
 METADATA_NAME = ".metadata"
 _MAX_METADATA_BYTES = 256 * 2**20
@@ -84,6 +81,7 @@ class _RecordUnpickler(pickle.Unpickler):
         raise _RefusedError(f"it names {module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
+        # No metadata has any: persistent ids are how torch.save refers to storages.
         raise _RefusedError("it refers to objects outside of it")
 
 
@@ -204,6 +202,7 @@ class DcpDirectory(ShardedTensors):
         with open(self.path / item.file, "rb") as file:
             file.seek(item.offset)
             content = io.BytesIO(file.read(item.length))
+        # Each item is a file of torch.save of its own, at an offset: it can hold what such a file can.
         check_torch_bytes(content, self.path / item.file)
         content.seek(0)
         try:

@@ -21,25 +21,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from accel_trainer.checkpoint.commit.disk import explain_full_disk, fsync_path
-from accel_trainer.checkpoint.format.json_codec import OWN_STATE, decode
-from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, MARKER_NAME
-from accel_trainer.checkpoint.format.safetensors_file import LazyRead, LazyTensor, TensorReader
+from accel_trainer.checkpoint.disk import explain_full_disk, fsync_path
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
+from accel_trainer.checkpoint.json_codec import OWN_STATE, decode
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME
 from accel_trainer.checkpoint.reader import open_checkpoint
+from accel_trainer.checkpoint.safetensors_file import LazyRead, LazyTensor, TensorReader
 from accel_trainer.checkpoint.shards import stored_tensors
-from accel_trainer.checkpoint.weights.reading import WeightFiles, find_weight_file, load_torch_file
+from accel_trainer.checkpoint.torch_files import load_torch_file
+from accel_trainer.checkpoint.weights.reading import WeightFiles, find_weight_file
 from accel_trainer.checkpoint.weights.writing import make_tensors, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.tree import map_leaves
 
-__all__ = ["ALONE", "export_hf_fsdp", "export_weights", "find_weights", "read_tied"]
-
+# Directories of shards below a checkpoint of Hugging Face accelerate or a Trainer.
 _SHARDED_NAMES = ("pytorch_model_fsdp_{}", "model_{}", "model")
-"""Directories of shards below a checkpoint of Hugging Face accelerate or a Trainer."""
+# Prefixes of weight files there.
 _WEIGHTS = ("model", "pytorch_model")
-"""Prefixes of weight files there."""
 ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
 """The process that converts a checkpoint."""
 
@@ -61,7 +60,7 @@ def find_weights(source: Path, unit: int = 0, verify: str = "full") -> TensorRea
     if not source.exists():
         raise CheckpointNotFoundError(f"{source.absolute()} does not exist; give a checkpoint, or a file of weights")
     is_ours = (source / MANIFEST_NAME).is_file()
-    if is_ours and any((source / name).is_file() for name in ("unit_0.json", "model_0.safetensors")):
+    if is_ours and (source / "unit_0.json").is_file():
         return _state_weights(source, unit, verify)
     if is_ours and verify != "off":
         stored = open_checkpoint(source, ALONE, verify)
@@ -97,10 +96,8 @@ def read_tied(source: Path, unit: int = 0) -> dict[str, str]:
 
 
 def _state_weights(source: Path, unit: int, verify: str) -> TensorReader:
-    """Return a model's weights in a state of `save_state`: one file in format 1, shards since."""
+    """Return a model's weights in a state of `save_state`."""
     stored = open_checkpoint(source, ALONE, verify)
-    if f"model_{unit}.safetensors" in stored:
-        return stored.tensors(f"model_{unit}.safetensors")
     if f"unit_{unit}.json" not in stored:
         raise ConfigError(f"{source.absolute()} has no model {unit}; it holds {stored.manifest.metadata.get('units')}")
     shards = stored_tensors(stored, f"unit_{unit}.model")
@@ -153,8 +150,8 @@ def export_weights(
     return save_weights(lazy, target, max_shard_size, safe_serialization=safe_serialization)
 
 
+# Files of a Trainer's checkpoint that are not copied: the written ones replace them.
 _REPLACED = ("model*.safetensors*", "pytorch_model*", "optimizer*", MANIFEST_NAME, MARKER_NAME)
-"""Files of a Trainer's checkpoint that are not copied: the written ones replace them."""
 
 Optimizer = Mapping[str, Any]
 """`{"state": {name: {key: value}}, "param_groups": [{"params": [name, ...], ...}]}`, its tensors lazy or mapped."""
@@ -186,9 +183,11 @@ def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 
     for alias, name in read_tied(source, unit).items():
         shared = weights.get(name, weights.get(alias))
         if shared is not None:
+            # One object for both: torch.save writes a storage once, and its reader ties them again.
             weights[name] = weights[alias] = shared
     optimizer = _find_optimizer(source, unit)
     _check_names(source, weights, optimizer)
+    # Under another name until it is whole: upstream loads what it finds, with no marker to tell.
     incomplete = target.with_name(f".{target.name}.incomplete")
     shutil.rmtree(incomplete, ignore_errors=True)
     incomplete.mkdir(parents=True)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from accel_trainer.checkpoint.format.safetensors_file import LazyTensor
+from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.weights.reading import WeightFiles
 from accel_trainer.checkpoint.weights.writing import gather_to_file
 from accel_trainer.errors import IncompatibleCheckpointError
@@ -29,28 +29,14 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.torch_private import clear_forward_hooks
 
-__all__ = [
-    "ADAPTER_FILES",
-    "TRAINED_NAME",
-    "adapter_folders",
-    "gather_adapters",
-    "has_adapters",
-    "is_peft_model",
-    "is_prompt_encoder",
-    "read_adapters",
-    "saved_names",
-    "trained_beside",
-    "unsharded_prompts",
-]
-
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 TRAINED_NAME = "trained_weights.safetensors"
+# What PEFT calls the prompts that an encoder makes. They are its weights where it is an embedding alone.
 _PROMPT = "prompt_embeddings"
-"""What PEFT calls the prompts that an encoder makes. They are its weights where it is an embedding alone."""
+# Of the names of prompt encoders in a `peft.PeftModel`, each under its adapter's.
 _ENCODERS = "prompt_encoder."
-"""Of the names of prompt encoders in a `peft.PeftModel`, each under its adapter's."""
+# Buffers that a forward in training mode changes.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers that a forward in training mode changes."""
 
 
 State = Mapping[str, Tensor | LazyTensor]

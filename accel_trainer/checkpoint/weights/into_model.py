@@ -16,10 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize
-from accel_trainer.checkpoint.format.verification import check_files
+from accel_trainer.checkpoint.boxes import Box
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, check_files
+from accel_trainer.checkpoint.shards import local_box, local_tensor, materialize
 from accel_trainer.checkpoint.weights.offloaded import Index, offload_weight, save_offload_index
 from accel_trainer.checkpoint.weights.reading import BroadcastFiles, WeightFiles
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
@@ -158,6 +157,7 @@ def load_and_index(
         _verify(weights)
     own = model.state_dict(keep_vars=True)
     groups = _group_names(own)
+    # Names and shapes of all before the first is filled: a model that does not fit is left as it was.
     sources, missing, unexpected = _match(own, groups.values(), weights)
     if strict and (missing or unexpected):
         raise IncompatibleCheckpointError(
@@ -204,10 +204,8 @@ def _verify(weights: Weights) -> None:
 
 
 def _release(model: nn.Module, names: Iterable[str], tensor: Tensor, dtype: torch.dtype) -> None:
-    """Put a tensor without memory in the place of one, under all its names.
-
-    Another object: one that a graph of autograd still refers to cannot change its memory in place.
-    """
+    """Put a tensor without memory in the place of one, under all its names."""
+    # Another object: one that a graph of autograd still refers to cannot change its memory in place.
     emptied = torch.empty_like(tensor, dtype=dtype, device="meta")
     if isinstance(tensor, nn.Parameter):
         emptied = nn.Parameter(emptied, requires_grad=tensor.requires_grad)
@@ -278,6 +276,7 @@ def _match(
     """
     sources, missing = {}, []
     for names in groups:
+        # Files hold a tied tensor once, and not always under the name that comes first in this model.
         stored = next((name for name in names if name in weights), None)
         if stored is None:
             missing.append(names[0])
@@ -377,6 +376,7 @@ def _choose_dtypes(
 ) -> dict[str, torch.dtype]:
     """Return the dtype in which the model has each of some tensors from now on."""
     wanted = None if dtype is None else as_dtype(dtype)
+    # For float16 alone, whose range such modules exceed: bfloat16 has that of float32.
     kept = () if wanted != torch.float16 else tuple(keep_in_fp32_modules or ())
     return {name: _dtype(name, own[name], wanted, kept) for name in names}
 
@@ -415,6 +415,7 @@ def _fill_missing(model: nn.Module, missing: list[str], init_missing: bool, devi
     seed = torch.initial_seed()
     if init_missing:
         initialized |= set(on_meta) & set(missing)
+        # Ranks may be seeded apart; their shards of one tensor have to come from one draw.
         if dist.is_initialized():
             message = [seed]
             dist.broadcast_object_list(message, src=0)
@@ -454,6 +455,7 @@ def initialize_tensors(
         module = model.get_submodule(owner)
         scratch = _copy_of(module, _unset)
         if initialize is not None:
+            # By the name of the module: the draw does not depend on what else is initialised before it.
             digest = hashlib.sha256(f"{seed} {owner}".encode()).digest()
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 torch.manual_seed(int.from_bytes(digest[:7], "big"))

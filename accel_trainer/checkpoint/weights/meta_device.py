@@ -16,11 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from accel_trainer.runtime.process import with_index
 from accel_trainer.runtime.torch_private import parameter_like
 
-__all__ = ["init_empty_weights", "init_on_device"]
-
-
+# The hook of the innermost context of this thread, which alone moves parameters.
 _innermost: ContextVar[RemovableHandle | None] = ContextVar("init_on_device", default=None)
-"""The hook of the innermost context of this thread, which alone moves parameters."""
 
 _INITIALIZERS = {name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")} | {
     "random_",

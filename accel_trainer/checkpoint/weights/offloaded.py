@@ -13,23 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_trainer.checkpoint.commit.disk import explain_full_disk
-from accel_trainer.checkpoint.format.regular_files import create_file, read_json
-from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
+from accel_trainer.checkpoint.disk import create_file, explain_full_disk, read_json
+from accel_trainer.checkpoint.safetensors_file import SafetensorsFile
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
-
-__all__ = [
-    "OFFLOAD_INDEX_NAME",
-    "Index",
-    "OffloadedWeightsLoader",
-    "PrefixedDataset",
-    "extract_submodules_state_dict",
-    "load_offloaded_weight",
-    "offload_state_dict",
-    "offload_weight",
-    "read_offload_index",
-    "save_offload_index",
-]
 
 OFFLOAD_INDEX_NAME = "index.json"
 
@@ -55,6 +41,7 @@ def offload_weight(
     try:
         with explain_full_disk(path, weight.nbytes), create_file(begun) as file:
             file.write(values.data)
+        # A model may have the older file of this name mapped: it keeps its pages, and computes on with them.
         os.replace(begun, path)
     finally:
         begun.unlink(missing_ok=True)
@@ -83,6 +70,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
             f"{path.absolute()} has {found_bytes} bytes, and {dtype} {tuple(shape)} takes {num_bytes}; offload the "
             "model again"
         )
+    # An empty file cannot be mapped.
     if not num_bytes:
         return torch.empty(shape, dtype=dtype)
     storage = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=num_bytes)
@@ -126,6 +114,7 @@ def save_offload_index(index: Index | None, offload_folder: str | os.PathLike[st
     if index:
         path = Path(offload_folder, OFFLOAD_INDEX_NAME)
         known = read_offload_index(offload_folder) if path.is_file() else {}
+        # Replaced in one step: a kill meanwhile leaves the index of before, whose files are all there.
         begun = path.with_name(f"{path.name}.incomplete")
         with create_file(begun) as file:
             file.write(json.dumps({**known, **index}, indent=2).encode())

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import pickle
-import struct
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_trainer.checkpoint.format.boxes import Index
-from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME
-from accel_trainer.checkpoint.format.pickles import PLAIN_ARRAYS, check_torch_pickles, has_all_pickles
-from accel_trainer.checkpoint.format.regular_files import as_corrupt, check_regular
-from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile, TensorReader
+from accel_trainer.checkpoint.boxes import Index
+from accel_trainer.checkpoint.disk import check_regular
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME
+from accel_trainer.checkpoint.safetensors_file import SafetensorsFile, TensorReader
+from accel_trainer.checkpoint.torch_files import load_torch_file
 from accel_trainer.checkpoint.weights.writing import read_index
 from accel_trainer.errors import (
     AccelTrainerError,
@@ -28,21 +23,6 @@ from accel_trainer.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-
-__all__ = [
-    "BroadcastFiles",
-    "WeightFiles",
-    "check_torch_bytes",
-    "check_torch_file",
-    "find_weight_file",
-    "load_torch_file",
-]
-
-_MAX_PICKLE_BYTES = 256 * 2**20
-_END = struct.Struct("<4s4H2IH")
-"""Of an archive: its mark, four numbers, and bytes and place of its directory; then the length of a comment."""
-_LOCATOR, _END_64 = struct.Struct("<4sIQI"), struct.Struct("<4sQ2H2I4Q")
-"""Before that of a large one: the place of its own end, and that end, which has the place of the directory last."""
 
 
 class WeightFiles(TensorReader):
@@ -133,6 +113,7 @@ class BroadcastFiles(TensorReader):
                 message = [outline]
             except AccelTrainerError as error:
                 message = [error]
+        # Errors too: a rank that waits for the first tensor would never hear of a missing file.
         dist.broadcast_object_list(message, src=0)
         if isinstance(message[0], Exception):
             raise message[0]
@@ -172,9 +153,6 @@ def find_weight_file(directory: Path, unit: int = 0) -> Path:
     Safetensors come before torch's own files, and an index before a single file: the file that lies beside an index is
     older, for a save that needed no index would have removed it. The only index of another name comes last. Names with
     a number are accelerate's, those with "fsdp" are accelerate's and its Trainer's for FULL_STATE_DICT.
-
-    Raises:
-        CheckpointNotFoundError: there are no weights.
     """
     suffix = f"_{unit}" if unit else ""
     stems = (f"model{suffix}.safetensors", f"pytorch_model{suffix}.bin", f"pytorch_model_fsdp{suffix}.bin")
@@ -206,119 +184,3 @@ def _open_file(path: Path) -> TensorReader:
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise IncompatibleCheckpointError(f"{path} is not a mapping of names to tensors; expected a model's state dict")
     return _TensorDict(state)
-
-
-def check_torch_file(path: Path) -> None:
-    """Refuse one of torch's files that would take far more memory than its size on the disk, or is no regular file.
-
-    Raises:
-        CheckpointNotFoundError: there is no file.
-        CorruptCheckpointError: it is compressed, its pickle is too large, or asks for memory of any size it likes.
-    """
-    check_regular(path)
-    with open(path, "rb") as file:
-        check_torch_bytes(file, path)
-
-
-def check_torch_bytes(file: BinaryIO, path: Path) -> None:
-    """As `check_torch_file`, of an open file whose name is `path`."""
-    is_archive = file.read(4) == b"PK\3\4"
-    file.seek(0)
-    for pickled in _pickles_in(file, path) if is_archive else [_pickles_before_values(file, path)]:
-        check_torch_pickles(pickled, path)
-
-
-def _pickles_before_values(file: BinaryIO, path: Path) -> bytes:
-    """Return the pickles of a file of torch up to 1.5, one after the other, with some of the values behind them."""
-    head = file.read(_MAX_PICKLE_BYTES)
-    if file.read(1) and not has_all_pickles(head):
-        raise CorruptCheckpointError(
-            f"{path.absolute()} is no file of torch's, or begins with more than {_MAX_PICKLE_BYTES:,} bytes of "
-            "pickles, and no more are read; the values of tensors lie behind them. Load another checkpoint"
-        )
-    return head
-
-
-def _pickles_in(file: BinaryIO, path: Path) -> list[bytes]:
-    """Return the pickles in an archive of torch's, once it is known to expand to no more than its size."""
-    num_bytes = file.seek(0, os.SEEK_END)
-    try:
-        with as_corrupt(path, NotImplementedError, struct.error), zipfile.ZipFile(file) as archive:
-            _check_directory(file, num_bytes, archive.start_dir, path)
-            _check_members(archive.infolist(), num_bytes, path)
-            return [archive.read(member) for member in archive.infolist() if _is_pickle(member)]
-    except (zipfile.BadZipFile, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a place before the beginning of the file
-            raise
-        raise CorruptCheckpointError(
-            f"{path.absolute()} ends too early, or is damaged ({error}); load another one"
-        ) from error
-
-
-def _is_pickle(member: zipfile.ZipInfo) -> bool:
-    return member.filename.lower().endswith(".pkl")  # torch's reader finds "data.PKL", too
-
-
-def _check_directory(file: BinaryIO, num_bytes: int, found: int, path: Path) -> None:
-    """Refuse an archive with two directories: Python finds the one before the end, and torch the one that it names."""
-    end = num_bytes - _END.size
-    mark, *_, named, len_comment = _read(file, _END, end)
-    locator, _, end_64, _ = _read(file, _LOCATOR, end - _LOCATOR.size)
-    if locator == b"PK\6\7":
-        is_near = end_64 == end - _LOCATOR.size - _END_64.size
-        named = _read(file, _END_64, end_64)[-1] if is_near else None
-    if mark != b"PK\5\6" or len_comment or named != found:
-        raise CorruptCheckpointError(
-            f"{path.absolute()} is an archive whose directory is not where its end says, or that has a comment, as "
-            "torch.save() leaves none: readers may see other contents in it than each other. Load another checkpoint"
-        )
-
-
-def _read(file: BinaryIO, record: struct.Struct, place: int) -> tuple[Any, ...]:
-    file.seek(max(place, 0))
-    return record.unpack(file.read(record.size).ljust(record.size, b"\0"))
-
-
-def _check_members(members: Sequence[zipfile.ZipInfo], num_bytes: int, path: Path) -> None:
-    expanded = sum(member.file_size for member in members)
-    if expanded > num_bytes or any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise CorruptCheckpointError(
-            f"{path.absolute()} is compressed: its {num_bytes:,} bytes are {expanded:,} in memory, and no more than "
-            "the file has are read. torch.save() does not compress: save it anew"
-        )
-    num_pickled = sum(member.file_size for member in members if _is_pickle(member))
-    if num_pickled > _MAX_PICKLE_BYTES:
-        raise CorruptCheckpointError(
-            f"{path.absolute()} holds {num_pickled:,} bytes of pickles, and at most {_MAX_PICKLE_BYTES:,} are read; "
-            "the values of tensors lie beside them. Load another checkpoint"
-        )
-
-
-def load_torch_file(path: Path, *, is_mapped: bool = False, has_arrays: bool = False) -> Any:
-    """Return the plain data in a file of torch's.
-
-    Args:
-        is_mapped: tensors stay in the file, a zip file, until they are used.
-        has_arrays: NumPy's arrays of numbers are plain data, too: random states have one.
-
-    Raises:
-        CheckpointNotFoundError: there is no file.
-        CorruptCheckpointError: it is damaged, or takes more memory than its size; see `check_torch_file`.
-        IncompatibleCheckpointError: it cannot be read, or holds more than tensors, numbers, strings, lists and dicts.
-    """
-    check_torch_file(path)
-    try:
-        with torch.serialization.safe_globals(PLAIN_ARRAYS if has_arrays else []):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"{path.absolute()} is missing") from None
-    except pickle.UnpicklingError as error:
-        raise IncompatibleCheckpointError(
-            f"{path.absolute()} holds more than tensors, numbers and strings, and loading it could run code that it "
-            "contains; if you trust it, load it with torch.load(path, weights_only=False) and save plain data"
-        ) from error
-    except Exception as error:  # torch has several errors of its own for a damaged file
-        raise IncompatibleCheckpointError(
-            f"{path.absolute()} cannot be read as weights or state ({type(error).__name__}: {error}); is it damaged, "
-            "or of another format?"
-        ) from error

@@ -16,9 +16,15 @@ from typing import IO, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from accel_trainer.checkpoint.commit.disk import explain_full_disk, fsync_path, write_durably
-from accel_trainer.checkpoint.format.regular_files import check_regular, create_file, read_json
-from accel_trainer.checkpoint.format.safetensors_file import (
+from accel_trainer.checkpoint.disk import (
+    check_regular,
+    create_file,
+    explain_full_disk,
+    fsync_path,
+    read_json,
+    write_durably,
+)
+from accel_trainer.checkpoint.safetensors_file import (
     LazyRead,
     LazyTensor,
     tensor_file_bytes,
@@ -26,23 +32,6 @@ from accel_trainer.checkpoint.format.safetensors_file import (
     write_tensor_file,
 )
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
-
-__all__ = [
-    "BIN_INDEX_NAME",
-    "BIN_NAME",
-    "INDEX_NAME",
-    "USERS_CLASS",
-    "WEIGHTS_NAME",
-    "distinct",
-    "full_state_dicts",
-    "gather_to_file",
-    "make_tensors",
-    "parse_size",
-    "read_index",
-    "remove_weights",
-    "save_weights",
-    "users_class",
-]
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -62,11 +51,7 @@ _UNITS = {
 
 
 def parse_size(size: int | str) -> int:
-    """Return a size such as `"10GB"` or `"500MiB"` in bytes.
-
-    Raises:
-        ConfigError: it is not a positive number with one of the units B, KB, MB, GB, TB, KiB, MiB, GiB, TiB.
-    """
+    """Return a size such as `"10GB"` or `"500MiB"` in bytes."""
     text = str(size).strip().upper()
     digits = text.rstrip("BKMGTI")
     unit = text[len(digits) :] or "B"
@@ -173,6 +158,7 @@ def save_weights(
         index = directory / f"{stem}.{suffix}.index.json" if len(shards) > 1 else None
         _publish(directory, names, index, shards)
         kept = [*names, index.name] if index is not None else names
+        # After the new ones have their names: a kill before leaves two generations, of which the index names one.
         remove_weights(directory, keep=kept, with_bin=not safe_serialization)
         fsync_path(directory)
     finally:
@@ -274,6 +260,7 @@ def full_state_dicts(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[
         ConfigError: the model is called in the block.
     """
     by_tensor = {id(p): state[name] for name, p in model.named_parameters(remove_duplicate=False) if name in state}
+    # First of all hooks: those of a sharded model would gather, and wait for ranks that do not save.
     handles = [model.register_forward_pre_hook(_refuse_forward, prepend=True)]
     for prefix, module in model.named_modules():
         own = [
@@ -378,6 +365,7 @@ def _set_aside(index: Path, names: Sequence[str]) -> None:
         aside = {name: "{}-old-{}".format(*name.split("-", 1)) for name in taken}
         for name, other in aside.items():
             (index.parent / other).unlink(missing_ok=True)
+            # A hard link costs no room, and survives the replacement of the first name.
             os.link(index.parent / name, index.parent / other)
         if aside:
             old["weight_map"] = {key: aside.get(name, name) for key, name in weight_map.items()}
@@ -392,12 +380,7 @@ def _set_aside(index: Path, names: Sequence[str]) -> None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return which file beside the index `path` holds which tensor.
-
-    Raises:
-        IncompatibleCheckpointError: it is no index, or names a file outside its directory, be it through a link.
-        CheckpointNotFoundError: it names a file that is missing.
-    """
+    """Return which file beside the index `path` holds which tensor."""
     try:
         content = read_json(path)
         is_bare = bool(content) and all(isinstance(value, str) for value in content.values())

@@ -21,24 +21,6 @@ from accel_trainer.config.readers.document import Node
 from accel_trainer.config.schema import get_key, set_key, thaw
 from accel_trainer.config.validation import show
 
-__all__ = [
-    "ACCELERATE_FIELDS",
-    "CONFIG_FILE",
-    "FIELDS",
-    "LAUNCH_FIELDS",
-    "SHARED_KEYS",
-    "BlockSource",
-    "EngineBlock",
-    "accelerate_fields",
-    "block_of",
-    "is_complete",
-    "leaves",
-    "located",
-    "merge_blocks",
-    "named_file",
-    "read_block",
-]
-
 BlockSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
 
 CONFIG_FILE = "deepspeed_config_file"

@@ -11,17 +11,6 @@ from typing import Any
 
 from accel_trainer.errors import did_you_mean
 
-__all__ = [
-    "KNOWN_KEYS",
-    "OPTIMIZER_PARAMS",
-    "OPTIMIZER_TYPES",
-    "REMOVED_KEYS",
-    "SCHEDULER_PARAMS",
-    "Keys",
-    "join",
-    "unknown_keys",
-]
-
 Keys = Mapping[str, Any]
 """Known keys of a section: each leads to the keys of its own section, or to None where it takes any value."""
 

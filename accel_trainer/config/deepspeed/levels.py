@@ -23,14 +23,6 @@ from accel_trainer.config.schema import FrozenDict, MixedPrecision, get_key, set
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError
 
-__all__ = [
-    "KEY_PREFIX",
-    "block_sources",
-    "merge_levels",
-    "put_block",
-    "put_document_block",
-]
-
 KEY_PREFIX = "deepspeed."
 """Beginning of the path of a single key of the block: `deepspeed.zero_optimization.stage`."""
 

@@ -16,17 +16,6 @@ from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.errors import did_you_mean
 
-__all__ = [
-    "DYNAMO",
-    "FP8",
-    "KNOWN_KEYS",
-    "MARKER_KEYS",
-    "PARALLEL_DETAILS",
-    "PARALLEL_SIZES",
-    "put_parallelism",
-    "translate",
-]
-
 _DIRECT = {
     "mixed_precision": "mixed_precision",
     "use_cpu": "use_cpu",

@@ -22,15 +22,11 @@ from accel_trainer.config.validation import WrongValueError, coerce, show
 from accel_trainer.errors import did_you_mean
 from accel_trainer.logging import LEVEL_VARIABLE
 
-__all__ = ["LAUNCH_VARIABLE", "RESERVED_VARIABLES", "read_environment_layers", "read_launch_variable", "variable_name"]
-
 PREFIX = "ACCEL_TRAINER_"
 LAUNCH_VARIABLE = "ACCEL_TRAINER_LAUNCH"
 
 RESERVED_VARIABLES = {
     LAUNCH_VARIABLE: "the configuration file and the flags of `accel-trainer launch`, as JSON",
-    "ACCEL_TRAINER_FAULT": "fault injection, read in tests only",
-    "ACCEL_TRAINER_TEST_MODE": "1 lets ACCEL_TRAINER_FAULT act",
     LEVEL_VARIABLE: "level of the package's log messages: debug, info, warning, ...",
 }
 """Variables with our prefix that are not options of the tree."""

@@ -15,22 +15,6 @@ from accel_trainer.config.schema import FSDPConfig, thaw
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "DIRECT",
-    "KNOWN_KEYS",
-    "NAMED",
-    "SHARDING_STRATEGIES",
-    "WITHOUT_EFFECT",
-    "fsdp_keys",
-    "fsdp_options",
-    "is_known_key",
-    "is_neutral",
-    "own_name_hint",
-    "strategy_name",
-    "translate_entries",
-    "translate_file",
-]
-
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """FSDP1's strategies; their numbers in files and variables count from 1."""
 

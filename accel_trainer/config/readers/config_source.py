@@ -23,16 +23,6 @@ from accel_trainer.config.readers.document import (
 )
 from accel_trainer.errors import ConfigError, did_you_mean
 
-__all__ = [
-    "MAX_BYTES",
-    "ConfigSource",
-    "FileProblemsError",
-    "load_document",
-    "packaged_names",
-    "problem_report",
-    "read_json",
-]
-
 ConfigSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
 
 MAX_BYTES = 1_000_000

@@ -9,17 +9,6 @@ from typing import Any
 
 from accel_trainer.errors import ConfigError
 
-__all__ = [
-    "MAX_DEPTH",
-    "MAX_NODES",
-    "Document",
-    "Entry",
-    "Key",
-    "Node",
-    "document_from_mapping",
-    "duplicate_key_problem",
-]
-
 MAX_NODES = 10_000
 """Values a file may hold after its aliases are expanded; the longest real configurations have about 200."""
 

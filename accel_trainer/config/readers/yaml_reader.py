@@ -16,8 +16,6 @@ import yaml
 from accel_trainer.config.readers.document import MAX_DEPTH, MAX_NODES, Document, Key, Node, duplicate_key_problem
 from accel_trainer.errors import ConfigError
 
-__all__ = ["dump_yaml", "read_yaml"]
-
 _TAG = "tag:yaml.org,2002:"
 _BOOL = re.compile(r"(?i:yes|no|on|off|true|false)")
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)|0o[0-7]+|0x[0-9a-fA-F]+")

@@ -13,16 +13,14 @@ import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.placement import local_box, local_tensor, materialize, set_target_device
-from accel_trainer.checkpoint.format.safetensors_file import chunks_of
+from accel_trainer.checkpoint.boxes import Box
+from accel_trainer.checkpoint.safetensors_file import chunks_of
+from accel_trainer.checkpoint.shards import local_box, local_tensor, materialize, set_target_device
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.process import ProcessContext, use_device
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.strategies.broadcast_values import broadcast_tensors
-
-__all__ = ["Values", "awaited_tensors", "broadcast_differing", "compare_values", "fill_sharded_model", "move_unsharded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +77,12 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
     """
     named = _named(model)
     own = _facts(named, process)
+    # Fingerprints travel, not values: ranks that loaded the same files send a few bytes for each tensor.
     sent: list[Any] = [own if process.is_main else None]
     dist.broadcast_object_list(sent, src=0)
     main: Mapping[str, _Fact] = sent[0]
     kind = type(model).__name__
+    # Every rank learns of the error: one that went on alone would wait in the first collective for ever.
     error = _model_mismatch(kind, process.rank, own, main)
     error = error or _device_mismatch(kind, process.rank, own, main, may_await)
     gather_or_raise(process, f"comparison of {kind} over the ranks", error)
@@ -157,7 +157,6 @@ def fill_sharded_model(
     Collective: rank 0 sends one unsharded tensor at a time, and each rank keeps its shard.
 
     Args:
-        awaited: of `awaited_tensors`.
         device: of buffers and unsharded parameters, and where tensors are exchanged.
         shard_device: of shards: the CPU where they are offloaded.
     """
@@ -165,6 +164,7 @@ def fill_sharded_model(
     for tensor in named.values():
         if tensor.is_meta:
             set_target_device(tensor, shard_device if isinstance(tensor, DTensor) else device)
+    # One at a time: no rank but the first ever has memory for the model.
     for name in values.awaited:
         target = named[name]
         full = torch.empty(target.shape, dtype=target.dtype, device=device)

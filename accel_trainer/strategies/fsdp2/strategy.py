@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.format.placement import local_tensor
+from accel_trainer.checkpoint.shards import local_tensor
 from accel_trainer.checkpoint.weights.writing import USERS_CLASS
 from accel_trainer.config import CompileConfig, FSDPConfig, Resolved
 from accel_trainer.errors import ConfigError
@@ -64,8 +64,6 @@ from accel_trainer.strategies.parallel.tensor_parallel import draw_apart, shard_
 from accel_trainer.strategies.quantized import keep_scales
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place, with_optimizers
 from accel_trainer.tree import leaves
-
-__all__ = ["CheckpointedForward", "FSDP2Strategy", "apply_activation_checkpointing", "choose_regions"]
 
 logger = logging.get_logger(__name__)
 
@@ -118,10 +116,9 @@ def choose_regions(model: nn.Module, config: CompileConfig, layers: Sequence[nn.
 
 
 def _reshard_after_inference(module: nn.Module, args: Any, output: Any) -> None:
-    """Give memory back after a forward without backward: FSDP2 leaves parameters gathered, waiting for one.
-
-    Those of the root and of the head always, a block's with `reshard_after_forward=False`.
-    """
+    """Give memory back after a forward without backward."""
+    # FSDP2 leaves parameters gathered for the backward, which never comes here: those of the root and of the head
+    # always, a block's with `reshard_after_forward=False`.
     if not torch.is_grad_enabled():
         module.reshard()  # type: ignore[operator]
 
@@ -192,6 +189,7 @@ class FSDP2Strategy(BaseStrategy):
         """
         selection = _check(job, precision, process)
         model, config = job.model, job.config.fsdp
+        # Sharded by the user, or by an earlier prepare(): torch refuses a second fully_shard of a module.
         if isinstance(model, FSDPModule):
             _warn_of_unused_options(job, precision)
             if "generate" not in vars(model):  # the user's own, or that of an earlier prepare
@@ -202,28 +200,35 @@ class FSDP2Strategy(BaseStrategy):
             return with_optimizers(NativeUnit(model, model, job.loss_scale), job)
         if job.wrap_policy is None:
             warn_of_one_unit(model, selection.layers, job.resolved)
+        # fully_shard takes memory that is in the order of rows only; it would refuse in the middle of the model.
         make_contiguous(model, "FSDP2")
         tied = _tied_names(model)
         # Weak: an optimizer that is bound later keeps alive the parameters it holds, and no others are needed.
         originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in selection.unsharded]
+        # Before the comparison of values: all that follows sees the parameters in the dtype that they are trained in.
         if precision.compute is not None:
             _upcast_trainable(model)
         selection = _apply_float8(job, selection, precision, process)
+        # Collectives from here on. Before sharding: each rank would cut its shards out of a model of its own.
         values = compare_values(model, process, may_await=config.cpu_ram_efficient_loading)
         broadcast_differing(model, values, process.device)
         awaited = awaited_tensors(model, values, process)
         _prepare_unsharded(selection, precision, process.device)
+        # Each of the next three puts a forward of its own on modules, around the one that is there: what is recomputed
+        # in the backward is the innermost.
         if config.activation_checkpointing:
             apply_activation_checkpointing(selection.layers)
         self._shard_layers(job, selection, process)
         if precision.output is not None:
             # Of the whole model alone, and not by FSDP2's policy, which would cast logits that the loss was made of.
             model.forward = AutocastForward(model, replace(precision, compute=None))
+        # Block by block: a graph of the whole model breaks at every unit, whose hooks gather it.
         regions = choose_regions(model, job.config.compile, selection.layers)
         apply_compile(model, regions, job.compile_options)
         root = self._shard(job, selection, precision, process)
         shard_device = torch.device("cpu") if config.offload_params else process.device
         fill_sharded_model(model, values, awaited, process.device, shard_device)
+        # Looked at afterwards: which modules share a unit is only known once torch has made them.
         _check_tied(model, tied)
         exchange_full_state(model, process)
         share_buffers_in_evaluation(model, model, process.device)
@@ -237,6 +242,7 @@ class FSDP2Strategy(BaseStrategy):
             draw_apart(job.model, selection.plan, axis)
             if job.config.parallel.loss_parallel:
                 shard_loss(job.model, axis)
+        # A rank's experts are parameters of its own first; FSDP2 then shards them over the ranks with the same ones.
         for where, style in selection.experts.items():
             shard_layers(job.model.get_submodule(where), {"": style}, self._meshes.experts(process, job)["ep"], ())
         parallel = job.config.parallel
@@ -264,6 +270,7 @@ class FSDP2Strategy(BaseStrategy):
             # The head's backward comes right behind its forward.
             reshard = config.reshard_after_forward and block is not outer.head
             fully_shard(block, reshard_after_forward=reshard, **(options | own if block in experts else options))
+        # fully_shard puts a class of its own before the user's, which a model that saves itself is to have again.
         setattr(model, USERS_CLASS, type(model))
         root = fully_shard(model, **options)
         keep_scales(model)
@@ -272,7 +279,8 @@ class FSDP2Strategy(BaseStrategy):
             unit.register_forward_hook(_reshard_after_inference)
         _gather_outer_units(model, outer)
         model.register_forward_hook(_check_output_is_seen)
-        model._is_fsdp_managed_module = True  # type: ignore[assignment]  # read by transformers' generate()
+        # transformers' generate() reads it, and goes on while any rank has tokens to make: a forward is collective.
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]
         _gather_in_generate(model)
         return root
 
@@ -317,6 +325,7 @@ def _apply_float8(
     """Let linear layers compute in fp8, and return the selection with those that took the place of others."""
     if precision.float8 is None:
         return selection
+    # torchao replaces modules: the units that were selected may hold layers that are no longer in the model.
     apply_float8(job.model, precision, shards=True)
     return select_modules(job, precision, process)
 
@@ -372,12 +381,12 @@ def _gather_outer_units(model: nn.Module, outer: OuterUnits) -> None:
 
 
 class CheckpointedForward:
-    """A module's forward whose activations are recomputed in the backward.
+    """A module's forward whose activations are recomputed in the backward. Lives in the module's `forward` attribute.
 
-    Random state is preserved, so that dropout draws the same mask twice. Lives in the module's `forward` attribute, as
-    `precision.AutocastForward` does, so parameter names carry no prefix and the module pickles. A forward that somebody
-    has put on the instance before is the one that runs.
+    A forward that somebody has put on the instance before is the one that runs.
     """
+
+    # Not torch's checkpoint_wrapper: names of parameters would carry its prefix, and the module would not pickle.
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -402,7 +411,8 @@ class CheckpointedForward:
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether `value` holds the keys and values of earlier tokens: a block that runs twice would add its own twice."""
+    """Whether `value` holds the keys and values of earlier tokens."""
+    # A block that runs twice would add its own twice.
     is_cache = callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
     if is_cache:
         logger.warning_once("activation checkpointing leaves caches of keys and values out of the forward in training")

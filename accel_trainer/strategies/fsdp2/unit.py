@@ -18,32 +18,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.placement import local_box, local_tensor, wrap_local_like
+from accel_trainer.checkpoint.boxes import Box
+from accel_trainer.checkpoint.shards import local_box, local_tensor, wrap_local_like
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients
 from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.optimizers import check_kind, parameters_of
 from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
-from accel_trainer.strategies.ownership import check_kind, parameters_of
 from accel_trainer.strategies.parameter_state.torch_io import TensorShards, TorchCheckpointIO
 from accel_trainer.strategies.single import NativeUnit
-
-__all__ = [
-    "FSDP2Unit",
-    "Originals",
-    "check_optimizer_can_shard",
-    "check_optimizer_is_new",
-    "exchange_full_state",
-    "refuse_copies",
-    "update_by_shards",
-]
 
 Originals = Sequence[tuple[str, "weakref.ref[nn.Parameter]"]]
 """The parameters that sharding has replaced, by name, as long as somebody still holds them."""
 
 _HALF = (torch.float16, torch.bfloat16)
+# Without a bound, the updates of all parameters would be in memory at once, as much as another copy of the shards.
 _MAX_CHUNK_NUMEL = 2**26
 """Elements of a rank's shards that are updated together: their updates are in memory at once, 256 MB in fp32."""
 
@@ -90,6 +81,7 @@ class FSDP2Unit(NativeUnit):
         for prefix, module in self.module.named_modules():
             if not isinstance(module, FSDPModule):
                 continue
+            # One unit at a time, on every rank in the same order: gathering is collective.
             module.unshard()
             own = _gathered_parameters(module, prefix, sharded)
             boxes |= {name: local_box(p) for name, p in own.items()}
@@ -113,6 +105,8 @@ class FSDP2Unit(NativeUnit):
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Take the optimizer; one built before sharding, and new, is pointed to the sharded parameters by name."""
         check_optimizer_can_shard(optimizer, in_parts=any(map(_is_in_parts, self.module.parameters())))
+        # fully_shard has replaced every Parameter object. An optimizer that was built before goes on updating the
+        # unsharded ones, which no forward reads, without any error: it is pointed to the shards by name.
         known = self.known_parameters()
         if any(known.get(id(p), p) is not p for p in parameters_of(optimizer)):
             check_optimizer_is_new(optimizer, known)
@@ -160,11 +154,7 @@ def check_optimizer_can_shard(optimizer: Optimizer, *, in_parts: bool) -> None:
 
 
 def check_optimizer_is_new(optimizer: Optimizer, known: Mapping[int, nn.Parameter]) -> None:
-    """Refuse an optimizer whose state belongs to tensors that sharding replaces.
-
-    Args:
-        known: the model's parameters, by the id of every tensor that stands for one.
-    """
+    """Refuse an optimizer whose state belongs to `known` parameters, which sharding replaces."""
     held = sum(id(parameter) in known for parameter in optimizer.state)
     if held:
         raise ConfigError(
@@ -180,9 +170,10 @@ def check_optimizer_is_new(optimizer: Optimizer, known: Mapping[int, nn.Paramete
 class UnshardedGradients:
     """Averages the gradients of unsharded parameters over all ranks at the end of each backward that exchanges them.
 
-    Whoever calls backward, and through whichever model the loss came. Every rank's backward must reach some of the
-    parameters, or none.
+    Every rank's backward must reach some of the parameters, or none.
     """
+
+    # By hooks of the parameters, and not in FSDP2Unit.backward: the loss may go backward through another model's unit.
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.sync = True
@@ -213,6 +204,7 @@ class UnshardedGradients:
             if parameter.grad is not None:
                 by_kind.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(parameter.grad)
         for gradients in by_kind.values():
+            # One collective for a kind: each alone may be smaller than a message is worth.
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             dist.all_reduce(flat)
             flat.div_(dist.get_world_size())
@@ -252,6 +244,8 @@ def _average_over_ranks(
     names = list(sharded)
     first = next(iter(sharded.values()))
     mesh = _common_mesh(sharded.values())
+    # A parameter may have a gradient on one rank only, a mixture's expert for one; the ranks agree on the collectives
+    # that follow.
     is_held = torch.tensor([n in local or sharded[n].grad is not None for n in names], dtype=torch.int32)
     is_held = is_held.to(first.device)
     dist.all_reduce(is_held, op=dist.ReduceOp.MAX)
@@ -312,11 +306,9 @@ def refuse_copies(model: nn.Module) -> None:
 
 
 def exchange_full_state(model: nn.Module, process: ProcessContext) -> None:
-    """Let a sharded model save and load full weights by its own methods. Nothing is communicated here.
-
-    Scripts written for one process call these: `module.save_pretrained(directory)` would find this rank's shards, and
-    `module.load_state_dict(state)` would be handed tensors that are no shards.
-    """
+    """Let a sharded model save and load full weights by its own methods. Nothing is communicated here."""
+    # Scripts written for one process call these: `module.save_pretrained(directory)` would find this rank's shards,
+    # and `module.load_state_dict(state)` would be handed tensors that are no shards.
     gather_in_save_pretrained(model, process, partial(TorchCheckpointIO, model))
     refuse_merges(model)
     for module in model.modules():
@@ -340,15 +332,13 @@ def _shard_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_:
 
 
 def update_by_shards(optimizer: Optimizer) -> None:
-    """Have Adafactor of transformers update each rank's shards as it would the full parameters.
+    """Have Adafactor of transformers update each rank's shards as it would the full parameters; leave others alone.
 
-    Statistics of rows and columns, and norms, are over all shards of a parameter; its own step mixes unsharded ones
-    with sharded gradients, which torch refuses. Its `step` is collective from now on; other optimizers stay as they
-    are.
-
-    The update stands in a hook before the step, which finds no gradients then and passes on: schedulers may have
-    wrapped the method already.
+    Statistics of rows and columns, and norms, are over all shards of a parameter: its `step` is collective.
     """
+    # Its own step mixes unsharded statistics with sharded gradients, which torch refuses. DTensor could run it on
+    # sharded statistics, with half a dozen small collectives for each parameter; here there are three for a chunk.
+    # In a hook before the step, which finds no gradients then: schedulers may have wrapped the method already.
     step = inspect.unwrap(type(optimizer).step)
     is_adafactor = (step.__module__, step.__qualname__) == ("transformers.optimization", "Adafactor.step")
     if is_adafactor and optimizer not in _prepared:

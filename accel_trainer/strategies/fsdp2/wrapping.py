@@ -24,18 +24,6 @@ from accel_trainer.strategies.parallel.plans import Plan, plan_experts, plan_lay
 from accel_trainer.strategies.parallel.sequence_parallel import find_language_model
 from accel_trainer.strategies.quantized import refuse_8bit_shards
 
-__all__ = [
-    "OuterUnits",
-    "Selection",
-    "drop_tied_blocks",
-    "find_blocks",
-    "find_ignored_modules",
-    "find_outer_units",
-    "select_modules",
-    "units_below_root",
-    "warn_of_one_unit",
-]
-
 logger = logging.get_logger(__name__)
 
 
@@ -76,7 +64,7 @@ def select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessCo
         return Selection()
     layers = find_blocks(model, job.resolved, job.wrap_policy)
     ignored = find_ignored_modules(model, job.resolved)
-    # fully_shard cuts along rows, and a scalar has none.
+    # fully_shard cuts along rows, and a scalar has none: CLIP's scale of logits is one.
     unsharded = {p for p in model.parameters() if p.ndim == 0 or not p.numel()}  # torch scatters no empty gradient
     unsharded.update(p for module in ignored for p in module.parameters())
     _check_combination(job, layers, unsharded)
@@ -207,9 +195,6 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
     """Return the submodules to shard as units of their own, in the order of `model.modules()`, without the root.
 
     A callable wins; then the configuration: class names, else the model's own `_no_split_modules`; by size; or none.
-
-    Raises:
-        ConfigError: a class name of the configuration matches nothing.
     """
     config = resolved.config.fsdp
     if policy is not None:
@@ -236,6 +221,8 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
 
 def drop_tied_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Leave out blocks that share a parameter with a module outside: both users must be gathered by one unit."""
+    # fully_shard replaces a parameter in the modules of its unit only: the other user's would be sharded apart, and
+    # the tie be gone.
     users: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -253,11 +240,9 @@ def drop_tied_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.M
 
 
 def find_outer_units(model: nn.Module, layers: Sequence[nn.Module], unsharded: Set[nn.Parameter]) -> OuterUnits:
-    """Return the embedding and the head of a language model that save memory as units of their own; often none.
-
-    In the root's unit they are gathered from the first to the last moment of a step, and so are their gradients. They
-    stay there where they are tied, small, in a layer, or of a kind that need not be called to be used.
-    """
+    """Return the embedding and the head of a language model that save memory as units of their own; often none."""
+    # In the root's unit they are gathered from the first to the last moment of a step, and so are their gradients. They
+    # stay there where they are tied, small, in a layer, or of a kind that need not be called to be used.
     try:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):  # no model of transformers, or one without tokens

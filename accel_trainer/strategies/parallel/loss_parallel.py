@@ -21,8 +21,6 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.parallel.plans import Plan, planned_model
 from accel_trainer.strategies.parallel.tensor_parallel import ShardedForward
 
-__all__ = ["check_loss", "shard_loss"]
-
 
 def _head(model: nn.Module) -> nn.Module | None:
     """Return the module that makes the logits of a causal language model whose loss is the usual one, if it is one."""
@@ -34,11 +32,7 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 
 def check_loss(model: nn.Module, plan: Plan, origin: str) -> None:
-    """Refuse a model that does not make its loss of logits whose vocabulary the plan shards. Changes nothing.
-
-    Args:
-        origin: where that was asked for, for messages.
-    """
+    """Refuse a model that does not make its loss of logits whose vocabulary the plan shards. Changes nothing."""
     head = _head(planned_model(model)[1])
     parts = set() if head is None else set(map(id, head.modules()))
     if not any(style.gives == "join" and id(model.get_submodule(where)) in parts for where, style in plan.items()):

@@ -13,8 +13,6 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import flatten_mesh, group_timeout, set_group_timeout, unflatten_mesh
 from accel_trainer.strategies.api import TrainJob
 
-__all__ = ["Meshes", "init_mesh", "sizes_of"]
-
 
 class Meshes:
     """The meshes of a job's models, each created once: one optimizer may hold the parameters of several models."""
@@ -58,10 +56,7 @@ class Meshes:
         return known or self._by_shape.setdefault(shape, init_mesh(process, shape))
 
     def experts(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
-        """Return the mesh in which the axis of shards is cut in two: ranks of the same experts, and of others.
-
-        Collective when it is new.
-        """
+        """Return the mesh with the axis of shards cut in two, by ranks of the same experts. Collective when new."""
         sizes, ep_size = sizes_of(job, process), job.config.parallel.ep_size
         shape = (sizes.dp_replicate, sizes.num_shards // ep_size, ep_size)
         axes = self._by_shape.get(shape)
@@ -78,12 +73,7 @@ def sizes_of(job: TrainJob, process: ProcessContext) -> AxisSizes:
 
 
 def init_mesh(process: ProcessContext, shape: tuple[int, ...]) -> DeviceMesh:
-    """Create a mesh of shards, of replicas of them, or of both and parts of layers.
-
-    Its collectives wait as long as the job's own.
-
-    Collective: every rank calls it with the same shape.
-    """
+    """Create a mesh of shards, of replicas of them, or of both and parts of layers. Collective."""
     names = {1: ("shard",), 2: ("replicate", "shard"), 3: ("replicate", "shard", "tp")}[len(shape)]
     return _wait_as_long(init_device_mesh(process.device.type, shape, mesh_dim_names=names))
 

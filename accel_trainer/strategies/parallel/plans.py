@@ -16,8 +16,6 @@ from accel_trainer.checkpoint.weights.adapters import is_peft_model
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.torch_private import own_parameters
 
-__all__ = ["STYLES", "Plan", "Style", "plan_experts", "plan_layers", "planned_model", "sharded_parameters"]
-
 
 class Style(NamedTuple):
     """How a module computes with its shard."""
@@ -204,12 +202,7 @@ def _match(declared: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
 def plan_experts(model: nn.Module, size: int, ignored: Collection[nn.Module], origin: str) -> Plan:
     """Return the style of each mixture's experts that the model's plan names. Not collective; changes nothing.
 
-    What else the plan has is computed on each rank's own data, and stays as it is.
-
-    Args:
-        size: number of ranks over which the experts are distributed.
-        ignored: modules whose parameters stay as they are.
-        origin: where `size` was asked for, for messages.
+    What else the plan has is computed on each rank's own data, and stays as it is. Arguments as of `plan_layers`.
 
     Raises:
         ConfigError: there is no plan, or the experts cannot be distributed over so many ranks.

@@ -36,8 +36,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.torch_private import RingAttention, has_attention_kernels
 
-__all__ = ["find_language_model", "shard_sequences"]
-
 _PREFIX = "sharded_"
 """Of the names under which transformers finds attention over sharded sequences; its own name follows."""
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -409,12 +407,13 @@ class _SequenceForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
+        skips_logits = given.pop("skip_logits", False)  # of a Trainer's evaluation for which the loss is enough
         keep = given.get("logits_to_keep", 0)
         if given.get("past_key_values") is not None or given.get("use_cache") or isinstance(keep, Tensor) or keep:
             return self.inner(**given)
         self._check(given)
         as_tuple = not given.pop("return_dict", self.model.config.return_dict)
-        output = self._run(given)
+        output = self._run(given, skips_logits)
         return output.to_tuple() if as_tuple else output
 
     def _check(self, given: Mapping[str, Any]) -> None:
@@ -430,7 +429,7 @@ class _SequenceForward:
         if given.get("output_attentions") or self.model.config.output_attentions:
             raise ConfigError(f"{name} is asked for attentions, which no rank has in full; set output_attentions=False")
 
-    def _run(self, given: dict[str, Any]) -> Any:
+    def _run(self, given: dict[str, Any], skips_logits: bool) -> Any:
         words = given.get("input_ids")
         words = given["inputs_embeds"] if words is None else words
         sequence = self._sequence(given, words)
@@ -460,7 +459,7 @@ class _SequenceForward:
             vars(self.model).pop("_loss_function", None)
             if before is not None:
                 self.model.loss_function = before
-        return self._whole(output, loss, sequence.length)
+        return self._whole(output, loss, sequence.length, skips_logits)
 
     @contextmanager
     def _own_random_numbers(self, device: torch.device) -> Iterator[None]:
@@ -486,7 +485,7 @@ class _SequenceForward:
             documents = find_packed_sequence_indices(positions)
         return _Sequence(self.slices, length, positions, is_masked, documents)
 
-    def _whole(self, output: Any, loss: _Loss | None, length: int) -> Any:
+    def _whole(self, output: Any, loss: _Loss | None, length: int, skips_logits: bool) -> Any:
         """Return the output with the loss of all tokens, and those of its tensors in full that are asked for."""
         if loss is not None:
             if not loss.is_called:
@@ -495,7 +494,7 @@ class _SequenceForward:
                     f"cannot be told from that of a sequence; take off what has replaced its forward, or {_WAY_OUT}"
                 )
             output["loss"] = self._sum(output["loss"])
-        if loss is None or not torch.is_grad_enabled():
+        if loss is None or not (torch.is_grad_enabled() or skips_logits):
             for name in _BY_TOKEN:
                 value = output.get(name)
                 if isinstance(value, Tensor):

@@ -22,30 +22,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.json_codec import OWN_STATE, decode
-from accel_trainer.checkpoint.format.manifest import Manifest, TensorEntry
-from accel_trainer.checkpoint.format.placement import local_box
-from accel_trainer.checkpoint.format.regular_files import as_corrupt
-from accel_trainer.checkpoint.format.safetensors_file import LazyRead, LazyTensor
+from accel_trainer.checkpoint.boxes import Box
+from accel_trainer.checkpoint.disk import as_corrupt
+from accel_trainer.checkpoint.interop.dcp import DcpDirectory
+from accel_trainer.checkpoint.json_codec import OWN_STATE, decode
+from accel_trainer.checkpoint.manifest import Manifest, TensorEntry
+from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import StoredCheckpoint
-from accel_trainer.checkpoint.shards import ShardedTensors, StoredShards, stored_tensors
+from accel_trainer.checkpoint.safetensors_file import LazyRead, LazyTensor
+from accel_trainer.checkpoint.shards import ShardedTensors, StoredShards, local_box, stored_tensors
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
-from accel_trainer.strategies.api import CheckpointIO
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.parameter_state.matching import EXTRA_STATE, match_groups, match_model, uncompiled_name
-
-__all__ = [
-    "BaseCheckpointIO",
-    "PendingTensor",
-    "Reads",
-    "WritableShards",
-    "broadcast_object",
-    "current_rank",
-    "world_size",
-]
 
 logger = logging.get_logger(__name__)
 
@@ -128,8 +117,13 @@ class Reads:
             call()
 
 
-class BaseCheckpointIO(CheckpointIO, ABC):
-    """State in and out of a unit, by an engine's way to gather, fill, shard and read single tensors."""
+class CheckpointIO(ABC):
+    """State in and out of a unit, keyed by the user's parameter names, never by rank.
+
+    Every method is collective unless it says otherwise. An engine has its own way to gather, fill, shard and read one
+    tensor. Loads come in two halves: `plan_*` checks all of a state, and returns the collective call that loads it;
+    nothing changes before that call, so that a checkpoint which does not fit one of several units changes none.
+    """
 
     engine_name: str
     """For messages."""
@@ -223,7 +217,10 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         }
 
     def full_model_state(self) -> dict[str, Tensor]:
-        """See `CheckpointIO`. Tied parameters share one tensor, under every name they have."""
+        """Return all parameters and persistent buffers as CPU tensors on rank 0, and an empty dict elsewhere.
+
+        Tied parameters share one tensor, under every name they have.
+        """
         is_main = current_rank() == 0
         state: dict[str, Tensor] = {}
         gathered: dict[int, Tensor] = {}
@@ -236,13 +233,24 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         return state
 
     def lazy_model_state(self) -> dict[str, LazyTensor]:
-        """Return tensors that are gathered when they are called; see `CheckpointIO.lazy_model_state`."""
+        """Return parameters and persistent buffers as tensors that are gathered when they are called.
+
+        Names of tied parameters have one such object. Every rank makes all calls, in one order, and gets the values.
+        """
         named = list(self.model_tensors())
         lazy = {id(t): LazyRead(self.dtype_of(t), self.shape_of(t), partial(self.gather, t)) for _, t in named}
         return {name: lazy[id(tensor)] for name, tensor in named}
 
+    def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Load a state of `full_model_state` at once; see `plan_full_model_load`."""
+        self.plan_full_model_load(state, strict=strict)()
+
     def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
-        """See `CheckpointIO`. A tied parameter may be stored under one of its names only."""
+        """Plan the load of rank 0's full state; a tied parameter may be stored under one of its names only.
+
+        Raises:
+            IncompatibleCheckpointError: names or shapes differ; on every rank.
+        """
         own, extra, is_main = dict(self.model_tensors()), self._extra_states(), current_rank() == 0
         pairs = broadcast_object(match_model(self.module, own, state, strict, self.shape_of) if is_main else None)
         if isinstance(pairs, str):
@@ -265,8 +273,28 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         if not self.has_optimizer:
             raise ConfigError(f"{type(self.module).__name__} has no optimizer to save or load; pass one to prepare()")
 
+    @abstractmethod
+    def full_optimizer_state(self, keep: bool | None = None) -> dict[str, Any]:
+        """Return `{"state": {name: ...}, "param_groups": [{"params": [name, ...], ...}]}`; `{}` without `keep`.
+
+        Of this unit's parameters, which one or several optimizers hold: the groups of all, one after the other.
+
+        Args:
+            keep: whether this rank gets it; rank 0 alone when None.
+        """
+
+    def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Load a state of `full_optimizer_state` at once; see `plan_full_optimizer_load`."""
+        self.plan_full_optimizer_load(state)()
+
     def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Check rank 0's full state, and return the call that loads it; see `CheckpointIO.plan_full_optimizer_load`."""
+        """Plan the load of rank 0's full state.
+
+        Groups are found by their parameters: in which optimizer they are, and in what order, may have changed.
+
+        Raises:
+            IncompatibleCheckpointError: it was saved for other parameters or groups; on every rank.
+        """
         self.require_optimizer()
         groups = broadcast_object(match_groups(state, self.group_names()) if current_rank() == 0 else None)
         if isinstance(groups, str):
@@ -288,7 +316,11 @@ class BaseCheckpointIO(CheckpointIO, ABC):
     # --- checkpoints in shards --------------------------------------------------------------------------------------
 
     def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
-        """Write this rank's shards of model and optimizers; see `CheckpointIO.save`."""
+        """Write this rank's shards of model and optimizers under names that begin with `prefix`.
+
+        Args:
+            weights: False leaves out the model's, which somebody else saves.
+        """
         tensors, tied = self._distinct_tensors() if weights else ({}, {})
         is_apart = self.replicas is not None and self.replicas.is_apart
         ranks, own = (staged.ranks, "") if not is_apart else ((current_rank(),), f".{_replica(current_rank())}")
@@ -305,13 +337,22 @@ class BaseCheckpointIO(CheckpointIO, ABC):
             staged.write_json(f"{prefix}.json", outline)
 
     def local_bytes(self, *, weights: bool = True) -> int:
-        """Return the size of this rank's shards; see `CheckpointIO.local_bytes`."""
+        """Return the size of the tensors that `save` writes on this rank. Not collective."""
         ranks = (current_rank(),) if self.replicas is not None and self.replicas.is_apart else range(world_size())
         total = self.shard_model(self._distinct_tensors()[0] if weights else {}, ranks).num_bytes
         return total + self.shard_optimizers(ranks)[0].num_bytes if self.has_optimizer else total
 
+    def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:
+        """Load a unit that `save` wrote, at once; see `plan_load`."""
+        self.plan_load(stored, prefix, weights=weights)()
+
     def plan_load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> Callable[[], None]:
-        """Check a saved unit, and return the call that reads this rank's boxes; see `CheckpointIO.plan_load`."""
+        """Verify a unit that `save` wrote, and plan the reads of this rank's boxes of it.
+
+        Raises:
+            IncompatibleCheckpointError: another engine wrote it; or names, shapes or parameter groups differ.
+            CorruptCheckpointError: a file was changed.
+        """
         reads = self.new_reads()
         with raise_together(stored.process, f"load of {stored.path}"):
             own = self._own_replica(stored.manifest, prefix)
@@ -400,7 +441,7 @@ class BaseCheckpointIO(CheckpointIO, ABC):
         return decode(outline, {name: PendingTensor(name) for name in shards})  # type: ignore[misc]
 
     def files(self, manifest: Manifest, prefix: str) -> set[str]:
-        """Return the files with a box that this rank holds; see `CheckpointIO.files`."""
+        """Return the files that `load` opens on this rank, for their verification. Not collective."""
         weights, state = self.held_boxes()
         own = self._own_replica(manifest, prefix)
         files = {f"{prefix}.json", f"{prefix}.{own}.json"} & manifest.files.keys()
@@ -411,8 +452,28 @@ class BaseCheckpointIO(CheckpointIO, ABC):
                 files.add(file)
         return files
 
+    def save_sharded_optimizer(self, path: Path) -> None:
+        """Write the optimizers' state, each rank its shards, to a torch.distributed.checkpoint directory."""
+        raise ConfigError(
+            f"the state of {self.engine_name} cannot be written as a torch.distributed.checkpoint directory, which "
+            "knows none of its partitions; save it in full (FULL_STATE_DICT), or with save_state()"
+        )
+
+    def load_sharded_optimizer(self, path: Path) -> None:
+        """Read `optimizer` of a torch.distributed.checkpoint directory that any number of ranks has written."""
+        self.require_optimizer()
+        stored, reads = DcpDirectory(path), self.new_reads()
+        state = {"state": {}, "param_groups": [], **stored.nested("optimizer", PendingTensor)}
+        self.plan_optimizers(state, stored, reads, path)
+        reads.run()
+
     def load_engine_files(self, directory: Path) -> None:
-        """Refuse: there is no engine with a format of its own."""
+        """Load weights and optimizer state from files in the engine's own format, of any other library's run.
+
+        Raises:
+            IncompatibleCheckpointError: another number of ranks wrote them, or there is no engine.
+            CheckpointNotFoundError: the engine finds none in the directory.
+        """
         raise IncompatibleCheckpointError(
             f"{directory} holds files of an engine, and {type(self.module).__name__} is in none; load the directory "
             "with the strategy that wrote it"

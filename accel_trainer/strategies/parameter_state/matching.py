@@ -8,10 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accel_trainer.checkpoint.format.json_codec import OWN_STATE
+from accel_trainer.checkpoint.json_codec import OWN_STATE
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
-
-__all__ = ["EXTRA_STATE", "group_options", "match_groups", "match_model", "uncompiled_name"]
 
 EXTRA_STATE = "_extra_state"
 """Last part of the name under which torch saves what a module's get_extra_state() returns; of any shape."""

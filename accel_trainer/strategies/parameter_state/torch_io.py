@@ -14,24 +14,25 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.boxes import Box
-from accel_trainer.checkpoint.format.json_codec import OWN_STATE, encode
-from accel_trainer.checkpoint.format.placement import (
+from accel_trainer.checkpoint.boxes import Box
+from accel_trainer.checkpoint.json_codec import OWN_STATE, encode
+from accel_trainer.checkpoint.publication import StagedDirectory
+from accel_trainer.checkpoint.shards import (
+    ShardedTensors,
     is_sharded_again,
     is_sharded_or_replicated,
     local_box,
     local_tensor,
+    own_share,
+    write_shards,
 )
-from accel_trainer.checkpoint.interop.dcp import DcpDirectory
-from accel_trainer.checkpoint.shards import ShardedTensors, own_share, write_shards
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import current_process
 from accel_trainer.runtime.tensor_trees import is_tensor
 from accel_trainer.runtime.transport import as_sendable_dtype, to_sendable
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.parameter_state.base_io import (
-    BaseCheckpointIO,
+    CheckpointIO,
     HeldBoxes,
     PendingTensor,
     Reads,
@@ -40,8 +41,6 @@ from accel_trainer.strategies.parameter_state.base_io import (
 )
 from accel_trainer.strategies.parameter_state.matching import group_options, uncompiled_name
 from accel_trainer.tree import map_leaves
-
-__all__ = ["TensorShards", "TorchCheckpointIO", "state_device", "state_follows_parameters"]
 
 logger = logging.get_logger(__name__)
 
@@ -108,8 +107,8 @@ class TensorShards:
         write_shards(staged, prefix, boxed, current_rank(), self._ranks, self._of_first_rank)
 
 
-class TorchCheckpointIO(BaseCheckpointIO):
-    """Implements `strategies.api.CheckpointIO` for plain modules, DDP's inner module and FSDP2 modules."""
+class TorchCheckpointIO(CheckpointIO):
+    """State of plain modules, DDP's inner module and FSDP2 modules."""
 
     engine_name = "torch's"
 
@@ -178,7 +177,7 @@ class TorchCheckpointIO(BaseCheckpointIO):
         return {"state": state, "param_groups": groups}
 
     def full_optimizer_state(self, keep: bool | None = None) -> dict[str, Any]:
-        """Return the optimizers' state keyed by parameter name where `keep` is set, `{}` elsewhere. Collective."""
+        """Return the optimizers' state by parameter name where `keep` is set."""
         keeps, saved = current_rank() == 0 if keep is None else keep, self._optimizer_state()
         for entry in saved["state"].values():
             for key, value in entry.items():
@@ -217,7 +216,7 @@ class TorchCheckpointIO(BaseCheckpointIO):
     # --- optimizers in shards ---------------------------------------------------------------------------------------
 
     def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
-        """Write this rank's shards of model and optimizers; see `CheckpointIO.save`."""
+        """Write this rank's shards of model and optimizers."""
         _warn_of_unsaved_entries(self.optimizers)
         super().save(staged, prefix, weights=weights)
 
@@ -268,14 +267,6 @@ class TorchCheckpointIO(BaseCheckpointIO):
 
         state = get_optimizer_state_dict(self.module, self._own_optimizers())
         dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(path))
-
-    def load_sharded_optimizer(self, path: Path) -> None:
-        """Read `optimizer` of a torch.distributed.checkpoint directory written by any number of ranks. Collective."""
-        self.require_optimizer()
-        stored, reads = DcpDirectory(path), Reads()
-        state = {"state": {}, "param_groups": [], **stored.nested("optimizer", PendingTensor)}
-        self.plan_optimizers(state, stored, reads, path)
-        reads.run()
 
 
 def _warn_of_unsaved_entries(optimizers: Iterable[Optimizer]) -> None:

@@ -24,8 +24,6 @@ from accel_trainer.registry import load_arguments_adapter
 from accel_trainer.runtime.process import current_process
 from accel_trainer.tracking import mask_secrets
 
-__all__ = ["complete_engine_config", "deepspeed_options", "masked_engine_config", "start_engine", "unsharded_models"]
-
 logger = logging.get_logger(__name__)
 
 _NUMBERS = (

@@ -14,14 +14,6 @@ from accel_trainer import logging
 from accel_trainer.config import Resolved, SourceKind, WrapPolicy, fsdp_options, resolve
 from accel_trainer.errors import ConfigError
 
-__all__ = [
-    "check_recomputation",
-    "fill_fsdp_fields",
-    "loads_after_sharding",
-    "recomputes_activations",
-    "resolve_arguments",
-]
-
 logger = logging.get_logger(__name__)
 
 FSDPConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None

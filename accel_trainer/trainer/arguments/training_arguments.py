@@ -19,11 +19,11 @@ from transformers.training_args import ParallelMode
 from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from accel_trainer import logging
-from accel_trainer.accelerator.options import check_num_processes
+from accel_trainer.accelerator.options import SetOption, check_num_processes, set_options, show_option
 from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized, stated_waits
-from accel_trainer.checkpoint.commit.retry import SavePolicy
+from accel_trainer.checkpoint.background import SavePolicy
 from accel_trainer.checkpoint.reader import check_verify
-from accel_trainer.config import Resolved, field_specs
+from accel_trainer.config import Resolved, Source, SourceKind, field_specs
 from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.parallelism import ParallelismConfig
@@ -32,8 +32,6 @@ from accel_trainer.tracking import mask_secrets, redact
 from accel_trainer.trainer.accelerate_states import share_process
 from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
 from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, resolve_arguments
-
-__all__ = ["MIRRORED_FIELDS", "Seq2SeqTrainingArguments", "TrainingArguments"]
 
 logger = logging.get_logger(__name__)
 
@@ -485,3 +483,25 @@ def _read_mapping(given: Any) -> Mapping[str, Any]:
                 f"accelerator_config holds the unknown key {name!r}{did_you_mean(name, known)} Keys: {', '.join(known)}"
             )
     return given
+
+
+_ARGUMENT = Source(SourceKind.PYTHON, "argument")
+_DEFAULT = Source(SourceKind.DEFAULT, "default")
+
+
+def list_options(args: TrainingArguments) -> list[SetOption]:
+    """Return every option of the configuration and every argument; tokens and keys are masked."""
+    options = [option._replace(source=_place(option.source)) for option in set_options(args.resolved)]
+    content, given = args.to_dict(), args.given_fields
+    for item in fields(args):
+        if item.name in MIRRORED_FIELDS or item.name not in content or item.name.startswith("_"):
+            continue
+        is_set = item.name in given
+        source = _ARGUMENT if is_set else _DEFAULT
+        options.append(SetOption(item.name, show_option(item.name, content[item.name]), source, is_set))
+    return options
+
+
+def _place(source: Source) -> Source:
+    """Return a source by the names that it has here: an argument of Python is a field of the arguments."""
+    return _ARGUMENT if source.kind is SourceKind.PYTHON else source

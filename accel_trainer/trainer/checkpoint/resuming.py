@@ -1,4 +1,9 @@
-"""A Trainer's resume: the checkpoints that there are, the state that is restored, and the sample that is next."""
+"""A Trainer's resume, in the order in which it happens.
+
+`_resuming` chooses a checkpoint and verifies it; the loader goes to the sample that is next; weights, optimizer and
+schedule are loaded; random streams come last, and what a signal has cut is done. A rollback and the best model are
+loaded the same way.
+"""
 
 from __future__ import annotations
 
@@ -6,373 +11,475 @@ import copy
 import math
 import os
 import re
-import zipfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerControl, TrainerState, set_seed
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import TrainerState
+from transformers.utils import logging as transformers_logging
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.changed_run import UpdateBatch, UpdateBatchChange
-from accel_trainer.checkpoint.commit.retention import numbered_checkpoints
-from accel_trainer.checkpoint.format.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.format.regular_files import as_corrupt, check_regular, read_json
-from accel_trainer.checkpoint.format.safetensors_file import SafetensorsFile
-from accel_trainer.checkpoint.selection import CheckpointKind, Selection
-from accel_trainer.checkpoint.weights.reading import check_torch_file, load_torch_file
-from accel_trainer.config import ChangedRunAction
-from accel_trainer.data.index_source import length_of
-from accel_trainer.data.loader import PreparedDataLoader
-from accel_trainer.data.plan import mix_seed
-from accel_trainer.data.position import Position
-from accel_trainer.data.sampler import find_generator
-from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
-from accel_trainer.report.recorded_run import RECORD_KEY
-from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rng import get_rng_state, set_rng_state
+from accel_trainer.checkpoint.changed_run import UpdateBatch
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel_trainer.checkpoint.names import numbered_checkpoints, retire
+from accel_trainer.checkpoint.reader import Selection
+from accel_trainer.checkpoint.weights.adapters import (
+    adapter_folders,
+    has_adapters,
+)
+from accel_trainer.checkpoint.weights.writing import users_class
+from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
+from accel_trainer.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
+from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
 from accel_trainer.runtime.torch_private import LOADER_AT_REST
-from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
+from accel_trainer.runtime.whereabouts import section
+from accel_trainer.strategies.local_replicas import (
+    OuterOptimizer,
+    configured_outer,
+    require_replicas,
+)
+from accel_trainer.trainer.checkpoint import upstream_files
+from accel_trainer.trainer.checkpoint.resumption import Resumption
+from accel_trainer.trainer.checkpoint.saving import (
+    RunCheckpoints,
+    SavingMethods,
+    UpdateNote,
+    _check_weights,
+)
+from accel_trainer.trainer.checkpoint.upstream_files import (
+    PREFIX,
+    TRAINER_STATE_NAME,
+    check_contents,
+    check_named,
+    files_to_read,
+)
 
-__all__ = [
-    "PREFIX",
-    "TRAINER_CHECKPOINTS",
-    "TRAINER_STATE_NAME",
-    "PassStreams",
-    "Resumption",
-    "check_contents",
-    "check_named",
-    "files_to_read",
-    "pass_streams_name",
-    "rest_of_pass",
-]
+if TYPE_CHECKING:
+    from accel_trainer import Trainer
 
 logger = logging.get_logger(__name__)
+# Users set the verbosity of its lines with `log_level` and with the switches of transformers.
+upstream_logger = transformers_logging.get_logger("transformers.trainer")
 
-PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
-TRAINER_STATE_NAME = "trainer_state.json"
-_READ_BY_RANK_0 = re.compile(r"(model|pytorch_model|trained_weights)[^/]*|([^/]+/)?adapter_model[^/]*|optimizer\.bin")
-"""Of a sharded Trainer's checkpoint; the other ranks are sent their shards."""
-_RANDOM_STREAMS = re.compile(r"(?:epoch_)?rng_state(?:_(\d+))?\.pth")
-_REPLICA = re.compile(r"^optimizer\.(?:model\.|optimizer\.)?replica_(\d+)\.")
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+_ROLLED_BACK = (
+    "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos",
+    "num_input_tokens_seen",
+)  # fmt: skip
+_WEIGHTS = re.compile(r"(model|pytorch_model|trained_weights)[^/]*|([^/]+/)?adapter_model[^/]*|pytorch_model_fsdp_0/.*")
 
 
-@dataclass
-class Resumption:
-    """The checkpoint that a run goes on from, and its place in the data."""
+class ResumingMethods(SavingMethods):
+    """Resuming, for the Trainer to inherit."""
 
-    selection: Selection
-    noted_update: int | None
-    """The last update that the run which was stopped has taken note of."""
-    epoch: int | None = None
-    """The epoch that the run goes on in; None where only the number of updates is known."""
-    steps_left: int = 0
-    """Micro-batches of that epoch that are left to each rank."""
-    _has_pending: bool = True
-    """Whether the evaluation that was due is still to be done."""
+    @contextmanager
+    def _resuming(self, given: Any) -> Iterator[str | None]:
+        """Choose and verify a checkpoint for one train(), and return its path. Collective."""
+        self.run_checkpoints = checkpoints = RunCheckpoints(
+            self.accelerator.process,
+            saves_within_updates=self.args.enable_jit_checkpoint
+            or bool(self._signals_to_note())
+            and self.args.gradient_accumulation_steps > 1,
+        )
+        if given in ("True", "true", "False", "false") and not os.path.exists(given):
+            given = given.lower() == "true"  # scripts hand on what stood on their command lines
+        if given is not True and checkpoints.attempt > 0:
+            # The arguments are those of the first start: what this job has saved since is newer than what they name.
+            found = find_own(checkpoints, Path(self.args.output_dir))
+            logger.warning(
+                "the workers were started again, %d time(s): training %s", checkpoints.attempt,
+                "begins anew, this job had saved no checkpoint" if found is None
+                else "goes on from the newest checkpoint that this job has saved",
+            )  # fmt: skip
+            given = found or given
+        if given is not None and given is not False:
+            select(self, given)
+        is_over = False
+        try:
+            yield None if checkpoints.resumption is None else str(checkpoints.resumption.path)
+            is_over = True
+        finally:
+            checkpoints.close(is_over=is_over)
 
-    @property
-    def path(self) -> Path:
-        """The checkpoint's directory."""
-        return self.selection.path
-
-    @property
-    def manifest(self) -> Manifest | None:
-        """Its manifest; None for a checkpoint that accel_trainer did not write."""
-        stored = self.selection.stored
-        return None if stored is None else stored.manifest
-
-    def lost_steps(self, step: int) -> int | None:
-        """Return the number of updates after `step` that are known to have been done; None where nothing tells."""
-        passed_over = [int(line.partition(":")[0].removeprefix(PREFIX)) for line in self.selection.passed_over]
-        known = [update for update in (self.noted_update, *passed_over) if update is not None]
-        return max(0, max(known) - step) if known else None
-
-    @property
-    def progress(self) -> Mapping[str, Any]:
-        """The run's progress when the checkpoint was written, as its save put it into the manifest."""
-        progress: Mapping[str, Any] = {} if self.manifest is None else self.manifest.metadata.get("trainer", {})
-        return progress
-
-    @property
-    def num_writers(self) -> int | None:
-        """The number of processes that wrote it; None where nothing tells."""
-        if self.manifest is not None:
-            return self.manifest.world_size
-        return sum(1 for _ in self.path.glob("rng_state*.pth")) or None
-
-    @property
-    def order_batch(self) -> tuple[int, int] | None:
-        """Micro-batch and accumulation with which the order of the samples was made; None where nothing tells."""
-        if (saved := self.progress.get("order_batch")) is None:
-            return None
-        with as_corrupt(self.path / MANIFEST_NAME):
-            size, num_steps = map(int, saved)
-        return size, num_steps
-
-    @property
-    def saved_options(self) -> dict[str, str]:
-        """The options of the run that wrote it, in words, by name; none where nothing tells."""
-        record = {} if self.manifest is None else self.manifest.metadata.get(RECORD_KEY, {})
-        return {name: value for name, value, *_ in record.get("options", ())}
-
-    def check_run(
-        self, args: TrainingArguments, now: UpdateBatch, action: ChangedRunAction, *, is_searched: bool
-    ) -> None:
-        """Refuse to go on as a run that means something else, where `on_changed_run` has it so. Not collective.
-
-        Args:
-            now: the samples of an update in this run.
-            is_searched: a search has set them, and not the user.
+    def begin_local_updates(self, checkpoint: str | None) -> None:
+        """Let each rank update its own replica of the model from now on, if `local_steps` is set. Not collective.
 
         Raises:
-            IncompatibleCheckpointError: on all ranks: updates would have other samples, or another order begin.
+            ConfigError: the strategy keeps no replicas, or the optimizer has other weights in evaluations.
+            IncompatibleCheckpointError: the run that saved `checkpoint` had another outer optimizer.
         """
-        change = self._find_change(now)
-        if change is not None:
-            change.check(action, auto_refuses=not change.has_other_ranks and not is_searched)
-        if action is ChangedRunAction.REFUSE and args.ignore_data_skip:
-            self._check_seed(args)
-
-    def _check_seed(self, args: TrainingArguments) -> None:
-        """Refuse an epoch in another order than the checkpoint's."""
-        with as_corrupt(self.path / MANIFEST_NAME):
-            saved = self.saved_options
-            before = saved.get("seed") if saved.get("data.data_seed") == "null" else saved.get("data.data_seed")
-        data_seed = args.resolved.config.data.data_seed
-        now = str(args.seed if data_seed is None else data_seed)
-        if before not in (None, now):
-            raise IncompatibleCheckpointError(
-                f"{self.path} is of a run whose order of samples has seed {before}, and with ignore_data_skip=True "
-                f"this one begins an epoch in the order of seed {now}, which on_changed_run='refuse' refuses. Set "
-                f"data_seed={before}; leave ignore_data_skip out, and the checkpoint's order goes on; or set "
-                "on_changed_run='warn'"
+        accelerator, config = self.accelerator, self.accelerator.config
+        if config.local_steps is None or accelerator.num_processes == 1:
+            return
+        if callable(getattr(self.optimizer.optimizer, "eval", None)):
+            raise ConfigError(
+                f"{accelerator.resolved.describe('local_steps')} was asked for with "
+                f"{type(self.optimizer.optimizer).__name__}, which puts other weights into the model for an "
+                "evaluation: that of the mean of all replicas would not be theirs; use another optimizer"
             )
+        unit, is_scaled = accelerator.unit_of(self.model), accelerator.scaler is not None
+        replicas = require_replicas(unit.local_replicas, unit.module, accelerator.strategy.name, is_scaled)
+        build = configured_outer(config.outer_optimizer)
+        outer = None if build is None else OuterOptimizer(unit.module, build)
+        if checkpoint is not None:
+            upstream_files.load_outer_optimizer(outer, replicas, Path(checkpoint))
+        replicas.begin(outer, max(config.local_steps_after - self.state.global_step, 0))
+        self.local_replicas = replicas
 
-    def _find_change(self, now: UpdateBatch) -> UpdateBatchChange | None:
-        """Return how the number of samples in an update differs from that of the run which wrote the checkpoint."""
-        progress = self.progress
-        if "update_batch" not in progress:
-            return None
-        with as_corrupt(self.path / MANIFEST_NAME):
-            before = UpdateBatch(
-                progress["update_batch"],
-                progress.get("readers", self.num_writers),
-                progress.get("micro_batch"),
-                progress.get("accumulation_steps"),
-            )
-            return UpdateBatchChange.find(self.path, before, now, micro_batch_name="per_device_train_batch_size")
+    def end_local_updates(self, *, is_failed: bool) -> None:
+        """Make the replicas alike, if each rank has updated its own. Collective, unless this rank has failed."""
+        replicas, self.local_replicas = self.local_replicas, None
+        if replicas is not None:
+            replicas.abandon() if is_failed else replicas.finish()
 
-    def warn_of_batch(self, args: TrainingArguments, now: UpdateBatch, max_steps: int) -> None:
-        """Warn where updates have other samples than those of the run that wrote it; to be called once it has a place.
+    @section("load")
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        directory, own = Path(resume_from_checkpoint), self.model if model is None else model
+        with self.run_checkpoints.metrics.resuming("load"):
+            if upstream_files.has_engine_state(resume_from_checkpoint):
+                upstream_files.load_engine_state(self, resume_from_checkpoint)
+            elif _holds_adapters(self, directory):
+                upstream_files.load_adapters(self, directory)
+            elif self.is_sharded:
+                upstream_files.load_model(self, own, directory)
+            elif not upstream_files.load_as_held(self, own, directory):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+        _check_weights(self, own, f"load of {directory}", "load")
+
+    @section("load")
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        with self.run_checkpoints.metrics.resuming("load"):
+            if upstream_files.has_engine_state(checkpoint):
+                upstream_files.load_engine_scheduler(self, checkpoint)
+            elif not upstream_files.has_optimizer(checkpoint):
+                logger.warning(
+                    "%s holds no optimizer and scheduler state (it was saved with save_only_model, perhaps): training "
+                    "goes on from its weights with a new optimizer and a new schedule",
+                    checkpoint,
+                )
+            elif Path(checkpoint, upstream_files.PLAIN_OPTIMIZER_NAME).is_file() and not self.is_sharded:
+                try:
+                    super()._load_optimizer_and_scheduler(checkpoint)
+                except ValueError as error:
+                    sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+                    raise IncompatibleCheckpointError(
+                        f"the state of optimizer and schedule in {checkpoint} does not fit this run's, whose parameter "
+                        f"groups have {sizes} parameters: {error}. Build the model and the optimizer that were saved, "
+                        "or begin a new training from the checkpoint's weights: pass the directory as the model"
+                    ) from error
+            else:
+                upstream_files.load_optimizer(self, Path(checkpoint))
+                upstream_files.load_scheduler(self, Path(checkpoint))
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Return the lengths of the run; see upstream. Moves the loader to where a checkpoint was written.
+
+        Raises:
+            IncompatibleCheckpointError: the data is other than that of the checkpoint, or updates have other samples.
+        """
+        values: Any = super().set_initial_training_values(args, dataloader)
+        self.run_lengths = values
+        resumption = self.run_checkpoints.resumption
+        if resumption is not None:
+            self._check_run(resumption, self._train_batch_size, is_searched=True)  # an attempt may have a smaller batch
+            self._steps_in_epoch = values[5]
+            values = resumption.take_position(self.args, dataloader, values)
+            self.run_lengths = values
+            resumption.warn_of_batch(self.args, self._update_batch(self._train_batch_size), values[6])
+        return values
+
+    def order_batch(self) -> tuple[int, int]:
+        """Return the micro-batch and the accumulation with which the order of the samples is made: the run's first."""
+        args, resumption = self.args, self.run_checkpoints.resumption
+        saved = None if resumption is None or args.ignore_data_skip else resumption.order_batch
+        return saved or self.given_batch or (args.per_device_train_batch_size, args.gradient_accumulation_steps)
+
+    def _check_run(self, resumption: Resumption, micro_batch: int, *, is_searched: bool) -> None:
+        """Refuse to go on as a run that means something else; see `Resumption.check_run`."""
+        action = self.accelerator.config.on_changed_run
+        resumption.check_run(self.args, self._update_batch(micro_batch), action, is_searched=is_searched)
+
+    def _update_batch(self, micro_batch: int) -> UpdateBatch:
+        """Return the samples of an update with so many in a micro-batch."""
+        args, own = self.args, self._train_batch_size
+        num_samples = self.get_total_train_batch_size(args) // own * micro_batch
+        return UpdateBatch(
+            num_samples, self.accelerator.readers.world_size, micro_batch, args.gradient_accumulation_steps
+        )
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        trained: tuple[int, int] = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        resumption, step = self.run_checkpoints.resumption, self.state.global_step
+        if resumption is None:
+            return trained
+        self.state.train_batch_size = self._train_batch_size  # the one in force, for a later search to begin with
+        self.state.max_steps -= self.run_checkpoints.num_taken_back  # their data has been read
+        lost = resumption.lost_steps(step)
+        if lost is not None:
+            self.run_checkpoints.metrics.record("lost_steps", float(lost))
+        if self.is_world_process_zero():
+            upstream_logger.info(resumption.describe(self.args, step, self.accelerator.num_processes))
+        if resumption.epoch is not None:
+            return resumption.epoch, self._steps_in_epoch - resumption.steps_left
+        if not self.args.ignore_data_skip:
+            resumption.check_by_updates(self.state, trained[0] + trained[1] / self._steps_in_epoch)
+        return trained
+
+    @property
+    def _loader_has_position(self) -> bool:
+        """Whether the training loader begins where the checkpoint was written, by samples."""
+        resumption = self.run_checkpoints.resumption
+        return resumption is not None and resumption.epoch is not None
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        resumption, process = self.run_checkpoints.resumption, self.accelerator.process
+        with self.run_checkpoints.metrics.resuming("load"):
+            if (
+                checkpoint is None
+                or resumption is None
+                or resumption.restores_random_streams(
+                    process, self.accelerator.readers, self.args.seed, self.state.global_step
+                )
+            ):
+                super()._load_rng_state(checkpoint)
+
+    def resume_running_loss(self) -> None:
+        """Go on with the mean since the last log, where a checkpoint lies between two. Not collective.
+
+        `train_loss` stays that of the updates since the resume, as with transformers.
+        """
+        run, process = self.run_checkpoints, self.accelerator.process
+        saved = None if run.resumption is None else run.resumption.progress.get("running_loss")
+        if saved is None:
+            return
+        by_rank = [math.nan if loss is None else loss for loss in saved["by_rank"]]
+        mean = sum(by_rank) / len(by_rank)
+        self._tr_loss += by_rank[process.rank] if len(by_rank) == process.world_size else mean
+        self._total_loss_scalar, self._globalstep_last_logged = -mean, saved["since"]
+        run.running_losses[self.state.global_step] = self._tr_loss.clone(), -mean, saved["since"]
+
+    def _finish_boundary(
+        self, model: nn.Module, trial: Any, ignore_keys: Any, start_time: float, *, saves: bool
+    ) -> None:
+        """Do the evaluation, and the save after it, that a signal to the run that this one resumes has cut. Collective.
 
         Args:
-            max_steps: the last update of this run.
+            saves: the random streams and the loader are where a checkpoint has to have them.
         """
-        change = self._find_change(now)
-        if change is None:
+        resumption = self.run_checkpoints.resumption
+        if resumption is None or not resumption.takes_pending(self.control):
             return
-        place = "goes on at the same sample and " if self.epoch is not None and not args.ignore_data_skip else ""
+        if self.decisions is None:  # nothing is left to be trained
+            self.begin_decisions()
+            self._load_rng_state(str(resumption.path))
+        self.control.should_save &= saves
+        self._maybe_log_save_evaluate(
+            self._tr_loss, None, model, trial, self.state.epoch or 0.0, ignore_keys, start_time
+        )
+        if self.is_preempted:
+            self.save_and_end(model, trial)
+
+    @section("load")
+    def roll_back(self, found: str, trial: Any, num_read: int) -> None:
+        """Load the newest checkpoint of this train(); the data goes on where it is, random streams too. Collective.
+
+        Args:
+            found: what is wrong with an update.
+            num_read: the updates that data has been read for, this one among them.
+
+        Raises:
+            NonFiniteError: there is no checkpoint yet, or the run has gone back to it too often.
+        """
+        run, state, run_dir = self.run_checkpoints, self.state, Path(self._get_output_dir(trial=trial))
+        path = find_own(run, run_dir) or (run.resumption and run.resumption.path)
+        path = _select(self, path, run_dir).path if path else None
+        self.accelerator.nonfinite_guard.begin_rollback(found, path)
+        checkpoint = str(path)
+        with loading_by_override(self):
+            self._load_from_checkpoint(checkpoint)
+        self._load_optimizer_and_scheduler(checkpoint)
+        self._load_scaler(checkpoint)
+        saved = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+        for name in _ROLLED_BACK:
+            setattr(state, name, getattr(saved, name))
+        start = torch.zeros_like(self._tr_loss), 0.0, saved.global_step  # of one that this train() began with
+        losses = run.running_losses.get(saved.global_step, start)
+        self._tr_loss, self._total_loss_scalar, self._globalstep_last_logged = losses[0].clone(), losses[1], losses[2]
+        self.current_flos = 0.0
+        run.num_taken_back += num_read - saved.global_step
+        state.max_steps -= num_read - saved.global_step
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        verify_best(self, best)
+        if _holds_adapters(self, best):
+            logger.info("loading the best adapters from %s", best)
+            upstream_files.load_adapters(self, best)
+        elif self.is_sharded:
+            logger.info("loading the best model from %s", best)
+            upstream_files.load_model(self, self.model, best)
+        elif not upstream_files.load_as_held(self, self.model, best):
+            super()._load_best_model()
+
+
+# --- which checkpoint ---
+
+
+def select(trainer: Trainer, given: bool | str | os.PathLike[str]) -> None:
+    """Choose the checkpoint to resume from, its contents verified. Collective: rank 0 decides for all.
+
+    Args:
+        given: True is the newest good one of the run: others are renamed to `_bad-...` with a warning. A path is taken
+            as it is.
+
+    Raises:
+        ConfigError: there is none in the directory.
+        CheckpointNotFoundError: the path names none; for others see `Checkpointer.select_newest` and `open_named`.
+    """
+    run, run_dir = trainer.run_checkpoints, Path(trainer.args.output_dir)
+    selection = _select(trainer, given, run_dir)
+    is_own = selection.path.absolute().parent == run_dir.absolute()
+    note = UpdateNote.read(run_dir) if is_own else None
+    noted_update = gather_or_raise(run.checkpointer.process, f"load of {selection.path}", None, note)[0]
+    run.resumption = Resumption(selection, noted_update)
+    run.num_taken_back = run.resumption.progress.get("taken_back", 0)
+    if selection.stored is None and selection.path.is_dir():
         logger.warning(
-            "%s: it %sends after update %d; set %s for updates of as many samples",
-            change.found, place, max_steps, change.settings,
+            "%s was not written by accel_trainer: it has no %s, so that its contents cannot be verified",
+            selection.path, MANIFEST_NAME,
         )  # fmt: skip
 
-    def take_position(self, args: TrainingArguments, loader: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Have the loader's next pass begin after the samples that were trained; return the lengths of the run.
 
-        With a changed number of samples in an update, the run ends after as many samples as it would have.
-
-        Args:
-            values: those of upstream's `set_initial_training_values`, for a run from the beginning.
-
-        Raises:
-            IncompatibleCheckpointError: the data is other, or the loader cannot begin there.
-        """
-        self.epoch = None
-        saved = self.progress.get("position")
-        if saved is None or not isinstance(loader, PreparedDataLoader):
-            return values
-        steps, max_steps = values[5:]
-        with as_corrupt(self.path / MANIFEST_NAME):
-            position = Position.read(saved)
-        self._compare_lengths(position, loader, is_ignored=args.ignore_data_skip)
-        if position.is_complete:
-            position = Position(epoch=position.epoch + 1, seed=position.seed)
-        self.epoch, self.steps_left = position.epoch, steps
-        if args.ignore_data_skip:
-            return values
+def _select(trainer: Trainer, given: bool | str | os.PathLike[str], run_dir: Path) -> Selection:
+    """Return the newest good checkpoint for True, else the one that was named, which has to be good. Collective."""
+    checkpointer, verify = trainer.run_checkpoints.checkpointer, trainer.args.verify
+    process, passed_over = checkpointer.process, list[str]()
+    files = partial(files_to_read, process=process, is_sharded=trainer.is_sharded)
+    if given is not True:
+        selection = checkpointer.select_named(Path(str(given)), verify, files)
+        with raise_together(process, f"load of {selection.path}"):
+            check_named(selection.path, run_dir)
+            check_contents(selection, process)
+        return selection
+    missing = ConfigError(
+        f"No valid checkpoint found in output directory ({run_dir}): it has no {PREFIX}N; train without "
+        "resume_from_checkpoint first"
+    )
+    while True:
+        selection = checkpointer.select_newest(run_dir, verify, files, missing, passed_over)
         try:
-            loader.load_state_dict(position.to_dict())
-        except IncompatibleCheckpointError as error:
-            raise IncompatibleCheckpointError(
-                f"{self.path}: {error}. With ignore_data_skip=True training goes on at the beginning of the epoch"
-            ) from error
-        try:
-            self.steps_left = len(loader)
-        except TypeError:  # a stream
-            left = (max_steps - self.progress["global_step"]) * args.gradient_accumulation_steps
-            self.steps_left = max(steps - position.steps, left)
-            return values
-        return self._keep_samples(args, position.epoch, values)
-
-    def _compare_lengths(self, position: Position, loader: PreparedDataLoader, *, is_ignored: bool) -> None:
-        """Refuse a training dataset of another length, between epochs too: the rest would be that of another run."""
-        saved, length = position.dataset_length, length_of(loader.dataset)
-        if None in (saved, length) or saved == length:
-            return
-        found = (
-            f"{self.path} was written in a run over a training dataset of {saved} samples, after {position.samples} of "
-            f"epoch {position.epoch}, and this run's has {length}"
-        )
-        if not is_ignored:
-            raise IncompatibleCheckpointError(
-                f"{found}: which samples are next is not known. Resume with the dataset of {saved}, or set "
-                "ignore_data_skip=True in TrainingArguments to begin an epoch of this one"
-            )
-        logger.warning("%s: training begins an epoch of it (ignore_data_skip=True)", found)
-
-    def _keep_samples(self, args: TrainingArguments, epoch: int, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the lengths of a run that ends after the samples, not the updates, that it would have ended after."""
-        num_epochs, updates, examples, samples, batch, steps, max_steps = values
-        if self.progress["update_batch"] == batch:
-            return values
-        done, left = self.progress["global_step"], math.ceil(self.steps_left / args.gradient_accumulation_steps)
-        if args.max_steps > 0:
-            num_epochs = epoch + 1 + math.ceil(max(0, max_steps - done - left) / updates)
+            # Files whose checksums fit may hold something else than a Trainer's state: then an older one is taken.
+            with raise_together(process, f"load of {selection.path}"):
+                check_contents(selection, process)
+        except Exception as error:  # each rank has one, its own or a ProcessGroupError: all take part in the vote
+            if not checkpointer.pass_over_together(selection, error):
+                raise
+            passed_over = selection.passed_over
         else:
-            max_steps = done + max_steps - (epoch + 1) * updates + left
-        return num_epochs, updates, examples, samples, batch, steps, max_steps
-
-    def takes_pending(self, control: TrainerControl) -> bool:
-        """Set the flags of an evaluation that a signal has cut, and of a save after it; return, once, if it has."""
-        pending, self._has_pending = self.progress.get("pending") if self._has_pending else None, False
-        if pending is None:
-            return False
-        control.should_evaluate, control.should_save = True, bool(pending["save"])
-        return True
-
-    def replaced_seeds(self, args: TrainingArguments, process: ProcessContext, readers: ProcessContext) -> set[str]:
-        """Return the options that give seeds, and in whose place the run goes on with what the checkpoint has.
-
-        To be called once it has a place in the data.
-        """
-        if self.epoch is None or args.ignore_data_skip:
-            return set()
-        has_streams = self._has_same_ranks(process, readers) and self.progress.get("has_training_state", True)
-        return {"data.data_seed", "seed"} if has_streams else {"data.data_seed"}
-
-    def _has_same_ranks(self, process: ProcessContext, readers: ProcessContext) -> bool:
-        """Whether as many ranks wrote the checkpoint, and as many of them read different data."""
-        num_readers = self.progress.get("readers", process.world_size)
-        return self.num_writers in (None, process.world_size) and num_readers == readers.world_size
-
-    def restores_random_streams(self, process: ProcessContext, readers: ProcessContext, seed: int, step: int) -> bool:
-        """Whether each rank is to go on with its streams as they were saved; seeds new ones where ranks are others.
-
-        Raises:
-            CheckpointNotFoundError: the checkpoint should have this rank's streams and has not.
-        """
-        name = f"rng_state_{process.rank}.pth" if process.is_distributed else "rng_state.pth"
-        if not self._has_same_ranks(process, readers):
-            set_seed(mix_seed(seed, step, readers.rank) % 2**32)
-            return False
-        if (self.path / name).is_file():
-            return True
-        if self.manifest is not None and self.progress.get("has_training_state", True):
-            raise CheckpointNotFoundError(
-                f"{(self.path / name).absolute()} is missing, the random streams of rank {process.rank}; resume from "
-                "another checkpoint"
-            )
-        logger.warning("%s has no %s: random streams do not go on as they were", self.path, name)
-        return False
-
-    def restore_pass_streams(self, process: ProcessContext, loader: Any, *, is_within_pass: bool) -> None:
-        """Load what the order of the next pass depends on, where the checkpoint has it of this rank.
-
-        Args:
-            is_within_pass: it is the pass that was under way; else the one after it.
-        """
-        path = self.path / pass_streams_name(process.rank)
-        if isinstance(loader, PreparedDataLoader) or not path.is_file():
-            return
-        saved = load_torch_file(path)
-        if is_within_pass:
-            set_rng_state(saved["streams"])
-        states = saved["generators" if is_within_pass else "generators_since"]
-        for generator, state in zip(_generators(loader), states, strict=False):
-            generator.set_state(state)
-
-    def check_by_updates(self, state: TrainerState, place: float) -> None:
-        """Warn where a position by the number of updates, in epochs, is not the one that the checkpoint has."""
-        if state.epoch is None:
-            return
-        saved, update = state.epoch, state.num_train_epochs / max(state.max_steps, 1)
-        # Batches of another size cut the end of an epoch elsewhere: the same samples can be up to an update apart.
-        if abs(saved - place) > max(saved % 1, place % 1) * update + 1e-6:
-            logger.warning(
-                "%s was written after %.3f epochs, and its number of updates is %.3f epochs of this run: batch size, "
-                "accumulation, number of processes or dataset are others. The data goes on at the latter, and samples "
-                "are repeated or left out; resume with as many samples in an update, or with ignore_data_skip=True",
-                self.path, saved, place,
-            )  # fmt: skip
-
-    def describe(self, args: TrainingArguments, step: int, num_readers: int) -> str:
-        """Return a line for the log: where the run goes on, how exactly, its loss, and why no newer one is taken."""
-        facts = [self.selection.verified]
-        if self.num_writers is not None:
-            facts = [f"written by {self.num_writers} process(es), read by {num_readers}, {self.selection.verified}"]
-        if not self.progress.get("has_training_state", True):
-            facts.append("weights only: optimizer, schedule and random streams are new")
-        elif self.num_writers == num_readers:
-            facts.append("random streams restored")
-        else:
-            facts.append(f"random streams new, from seed {args.seed}, update and rank")
-        if args.ignore_data_skip:
-            facts.append("data begins its epoch again")
-        else:
-            facts.append("data goes on at the next sample" if self.epoch is not None else "data by number of updates")
-        if lost := self.lost_steps(step):
-            facts.append(f"{lost} update(s) that were done after it are lost, and done again")
-        return self.selection.describe(f"resuming at update {step}", facts)
+            return selection
 
 
-def pass_streams_name(rank: int) -> str:
-    """Return the name of the file with a rank's random streams at the beginning of the pass under way."""
-    return f"epoch_rng_state_{rank}.pth"
+def find_own(run: RunCheckpoints, run_dir: Path) -> Path | bool | None:
+    """Return the newest checkpoint of this train(), True for one that is the newest of all. Collective.
 
-
-class PassStreams:
-    """The random streams that a pass over a loader of the user's own takes its order from, as the pass began.
-
-    A loader that the Accelerator has prepared needs none: seed and epoch are its order.
+    None where this job has saved nothing in the directory: what an earlier run has left there is not taken for it.
     """
-
-    def __init__(self, loader: Any) -> None:
-        """Remember them before the pass begins."""
-        self._loader = loader
-        self._begun = {"streams": get_rng_state(), "generators": _states_of(loader)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return them as plain values and tensors, with those of the loader's generators as they are now."""
-        return {**self._begun, "generators_since": _states_of(self._loader)}
-
-
-def _states_of(loader: Any) -> list[torch.Tensor]:
-    return [generator.get_state() for generator in _generators(loader)]
+    process, found, error = run.checkpointer.process, None, None
+    try:
+        if process.is_main:
+            found = _newest_own(run, run_dir)
+    except Exception as raised:
+        error = raised
+    section = f"selection of a checkpoint in {run_dir}"
+    answer: Path | bool | None = gather_or_raise(process, section, error, found)[0]
+    return answer
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
-    found = [find_generator(node) for node in (loader, *samplers)]
-    return list({id(generator): generator for generator in found if generator is not None}.values())
+def _newest_own(run: RunCheckpoints, run_dir: Path) -> Path | bool | None:
+    is_newest = True
+    for _, path in reversed(numbered_checkpoints(run_dir, PREFIX)):
+        with suppress(CheckpointNotFoundError, IncompatibleCheckpointError):
+            progress = Manifest.read(path).metadata.get("trainer", {})
+            if isinstance(progress, dict) and progress.get("job") == run.job:
+                return is_newest or path
+        is_newest = False
+    return None
+
+
+# --- loading ---
+
+
+def _holds_adapters(trainer: Trainer, checkpoint: Path) -> bool:
+    """Whether the model has adapters, and a checkpoint holds some."""
+    return bool(adapter_folders(trainer.model)) and has_adapters(checkpoint)
+
+
+@contextmanager
+def loading_by_override(trainer: Trainer) -> Iterator[None]:
+    """Context in which a library's own `_load_from_checkpoint` finds a sharded model to be as any other.
+
+    That of sentence-transformers builds another model of the model's class from the checkpoint, and hands its state to
+    `load_state_dict`. Both are the user's here, and the state is loaded into the shards. Nothing without an override.
+    """
+    model = trainer.model
+    is_own = type(trainer)._load_from_checkpoint is ResumingMethods._load_from_checkpoint
+    if is_own or not trainer.is_sharded or not trainer.accelerator.is_prepared(model):
+        yield
+        return
+    model.load_state_dict = trainer.accelerator.unit_of(model).checkpoint_io().load_full_model_state
+    try:
+        with users_class(model), trainer.args.whole_models():
+            yield
+    finally:
+        del model.load_state_dict
+
+
+def begin_pass(trainer: Trainer, loader: Any, num_trained: int, checkpoint: str | None) -> tuple[Any, str | None]:
+    """Return the rest of a pass over the training loader, and where random streams are still to be restored from.
+
+    Before the first window is read, as a rule: collators and datasets draw, and a pass that begins within an epoch
+    does not. A stream without a position is read up to there first, and those draws are of batches left out.
+
+    Args:
+        num_trained: micro-batches of the epoch that are trained already.
+        checkpoint: of the resume that this pass goes on from; None in later ones.
+    """
+    is_left_out, run = num_trained > 0 and not trainer._loader_has_position, trainer.run_checkpoints
+    if checkpoint is not None and run.resumption is not None:
+        run.resumption.restore_pass_streams(trainer.accelerator.process, loader, is_within_pass=is_left_out)
+    if is_left_out and not isinstance(loader, PreparedDataLoader):
+        run.note_pass(loader)
+        return rest_of_pass(loader, num_trained, partial(trainer._load_rng_state, checkpoint)), None
+    if is_left_out:
+        loader = skip_first_batches(loader, num_trained)
+    if checkpoint is not None and not (is_left_out and isinstance(loader.dataset, IterableDataset)):
+        trainer._load_rng_state(checkpoint)
+        checkpoint = None
+    run.note_pass(loader)
+    return loader, checkpoint
 
 
 def rest_of_pass(loader: Any, num_batches: int, reached: Callable[[], None]) -> Iterable[Any]:
@@ -406,96 +513,59 @@ class _Rest:
         yield from entries
 
 
-def _is_replica_of_other(name: str, rank: int) -> bool:
-    """Whether a file holds another rank's replica of the model, updated by itself."""
-    replica = _REPLICA.search(name)
-    return replica is not None and int(replica[1]) != rank
+@contextmanager
+def keeping_best(trainer: Trainer) -> Iterator[None]:
+    """Name rank 0's best checkpoint on all ranks and, with `save_total_limit=1`, keep it alone; the block ends a run.
+
+    Collective. Upstream does so without verification: it would remove the last good checkpoint beside a best one that
+    is corrupt, and also directories that are no complete checkpoint of this Trainer.
+    """
+    args, state = trainer.args, trainer.state
+    # Each rank has looked for its directory by itself, and loading it is collective.
+    best = gather_or_raise(trainer.accelerator.process, "end of training", None, state.best_model_checkpoint)[0]
+    state.best_model_checkpoint = best
+    if args.load_best_model_at_end and best is None:
+        logger.warning(
+            "load_best_model_at_end=True, and there is no checkpoint of the best model (its update was %s): the model "
+            "is that of the last update",
+            state.best_global_step,
+        )
+    limit = args.save_total_limit
+    if limit == 1 and best is not None:
+        _retire_others(trainer, Path(best))
+    args.save_total_limit = None if limit == 1 else limit
+    try:
+        yield
+    finally:
+        args.save_total_limit = limit
 
 
-def files_to_read(manifest: Manifest, process: ProcessContext, *, is_sharded: bool) -> Iterator[str]:
-    """Yield the files of a checkpoint that this rank reads."""
-    for name in manifest.files:
-        streams = _RANDOM_STREAMS.fullmatch(name)
-        if streams is not None:
-            if int(streams[1] or 0) == process.rank:
-                yield name
-        elif manifest.world_size == process.world_size and _is_replica_of_other(name, process.rank):
-            continue
-        elif process.is_main or not is_sharded or not _READ_BY_RANK_0.fullmatch(name):
-            yield name
+def _retire_others(trainer: Trainer, best: Path) -> None:
+    flaw: str | None = None
+    try:
+        stored = trainer.run_checkpoints.checkpointer.open_named(best)
+        flaw = None if stored is None else stored.find_flaw_together()
+    except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+        flaw = str(error)
+    if flaw is not None:
+        logger.warning("the best checkpoint is not good, and the others stay. %s", flaw)
+    elif trainer.args.should_save:
+        retire(best.parent, 1, [best], prefix=PREFIX)
 
 
-def _check_outline(path: Path) -> None:
-    """Refuse a checkpoint without manifest that was not written to its end."""
-    state = path / TRAINER_STATE_NAME
-    if not state.is_file():
-        raise CheckpointNotFoundError(f"{state.absolute()} is missing, which is written last; its save never ended")
-    read_json(state)
-    with as_corrupt(state):
-        TrainerState.load_from_json(os.fspath(state))
-    for file in sorted(path.iterdir()):
-        if file.suffix == ".safetensors":
-            check_regular(file)
-            SafetensorsFile(file)
-        elif file.suffix in _TORCH_SUFFIXES:
-            check_torch_file(file)
-            # An archive's directory is written last.
-            if not zipfile.is_zipfile(file):
-                raise CorruptCheckpointError(f"{file.absolute()} ends too early; its save never ended")
-
-
-def check_named(path: Path, run_dir: Path) -> None:
-    """Refuse a path that names no checkpoint of a Trainer: upstream would look for one file after the other.
+def verify_best(trainer: Trainer, best: Path) -> None:
+    """Verify the weights of the best checkpoint before they are loaded. Collective; one without manifest passes.
 
     Raises:
-        CheckpointNotFoundError: it is no directory, or one without the state of a Trainer.
+        CorruptCheckpointError, CheckpointNotFoundError: they were changed after the save.
+        ProcessGroupError: another rank cannot read them.
     """
-    if (path / TRAINER_STATE_NAME).is_file():
-        return
-    within = [found.name for _, found in numbered_checkpoints(path, PREFIX)] if path.is_dir() else []
-    found = f"which has no {TRAINER_STATE_NAME}"
-    if within:
-        found = f"which holds {', '.join(within)}, and is none itself"
-    elif not path.is_dir():
-        found = "which is a file" if path.exists() else "which does not exist"
-    raise CheckpointNotFoundError(
-        f"Can't find a valid checkpoint at {path}, {found}; resume_from_checkpoint takes the path of a {PREFIX}N that "
-        f"a Trainer has saved, or True for the newest in {run_dir}. Weights alone are loaded by from_pretrained()"
-    )
-
-
-def check_contents(selection: Selection, process: ProcessContext) -> None:
-    """Refuse a checkpoint whose files match their checksums, and hold other things than a Trainer's.
-
-    Torch's files that upstream would wait for, or could not hold in memory, among them.
-
-    Raises:
-        CorruptCheckpointError: a file is of other content; see `check_torch_file`.
-        IncompatibleCheckpointError: this rank's random streams are more than numbers.
-    """
-    path = selection.path
-    if selection.stored is not None and process.is_main:
-        state = path / TRAINER_STATE_NAME
-        read_json(state)
-        with as_corrupt(state):
-            TrainerState.load_from_json(os.fspath(state))
-        with as_corrupt(path / MANIFEST_NAME):
-            progress = selection.stored.manifest.metadata.get("trainer", {})
-            if progress.get("position") is not None:
-                Position.read(progress["position"])
-        for file in sorted(path.glob("*.safetensors")):
-            check_regular(file)
-            SafetensorsFile(file)
-    for file in sorted(path.iterdir()) if path.is_dir() else ():
-        streams = _RANDOM_STREAMS.fullmatch(file.name)
-        if file.suffix in _TORCH_SUFFIXES and (streams is None or int(streams[1] or 0) == process.rank):
-            check_torch_file(file)
-            if streams is not None:
-                # Upstream reads them next, and lets NumPy make what it likes of their arrays; see `PLAIN_ARRAYS`.
-                load_torch_file(file, has_arrays=True)
-
-
-TRAINER_CHECKPOINTS = CheckpointKind(
-    prefix=PREFIX, reads_without_manifest=lambda path: True, check_without_manifest=_check_outline
-)
-"""Upstream's own, without a manifest, among them."""
+    try:
+        stored = trainer.run_checkpoints.checkpointer.open_named(best, trainer.args.verify)
+        if stored is not None:
+            stored.verify_together(name for name in stored.manifest.files if _WEIGHTS.fullmatch(name))
+    except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+        raise type(error)(
+            f"{error}. It holds the best model, which load_best_model_at_end=True would load now; the model has the "
+            "weights of the last update, which save_model() writes"
+        ) from error

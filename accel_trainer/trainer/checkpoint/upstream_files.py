@@ -4,8 +4,7 @@ A sharded Trainer writes:
 
     model.safetensors, config.json, ...   always, in Hugging Face's format
     optimizer.bin                         state_dict_type full: the full state by parameter name, one torch file
-    optimizer_0/                          state_dict_type sharded: a torch.distributed.checkpoint directory
-    optimizer.json, optimizer.optimizer.* under DeepSpeed: each rank its shard, as `save_state` writes it
+    optimizer.json, optimizer.optimizer.* state_dict_type sharded, and DeepSpeed: each rank its shards
     optimizer.json, optimizer.*.replica_* with local_steps: each rank its replica; model.safetensors is their mean
     outer_optimizer.bin                   with local_steps and an outer optimizer: its weights and state
     scheduler.pt  rng_state_R.pth  trainer_state.json  training_args.bin
@@ -15,33 +14,39 @@ Of a model with adapters of PEFT, a Trainer of any strategy writes in place of m
     adapter_model.safetensors, adapter_config.json    in a folder of its own unless the adapter is called "default"
     trained_weights.safetensors                       what is trained beside the adapters, if anything is
 
-Read as well: the files of transformers' Trainer (`optimizer.pt`; `pytorch_model_fsdp.bin`, `pytorch_model_fsdp_0/`;
-under DeepSpeed `global_step*/`).
+Read as well: the files of transformers' Trainer (`optimizer.pt`; `pytorch_model_fsdp.bin`, `pytorch_model_fsdp_0/`,
+`optimizer_0/`; under DeepSpeed `global_step*/`). `checkpoint/interop/export.py` writes those of FSDP.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.trainer_callback import TrainerState
+from transformers import PreTrainedModel, TrainerState
 from transformers.trainer_pt_utils import reissue_pt_warnings
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
-from accel_trainer.checkpoint.commit.staging import StagedDirectory
-from accel_trainer.checkpoint.format.regular_files import create_file
+from accel_trainer.checkpoint.disk import as_corrupt, check_regular, create_file, read_json
 from accel_trainer.checkpoint.interop.accelerate_state import name_parameters
 from accel_trainer.checkpoint.interop.export import find_weights
-from accel_trainer.checkpoint.reader import open_checkpoint
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel_trainer.checkpoint.names import numbered_checkpoints
+from accel_trainer.checkpoint.publication import StagedDirectory
+from accel_trainer.checkpoint.reader import CheckpointKind, Selection, open_checkpoint
+from accel_trainer.checkpoint.safetensors_file import SafetensorsFile
+from accel_trainer.checkpoint.torch_files import check_torch_file, load_torch_file
 from accel_trainer.checkpoint.weights.adapters import (
     TRAINED_NAME,
     adapter_folders,
@@ -51,9 +56,10 @@ from accel_trainer.checkpoint.weights.adapters import (
     saved_names,
     trained_beside,
 )
-from accel_trainer.checkpoint.weights.reading import load_torch_file
 from accel_trainer.checkpoint.weights.writing import USERS_CLASS, distinct, full_state_dicts, gather_to_file
-from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from accel_trainer.data.position import Position
+from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
+from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
 from accel_trainer.strategies.local_replicas import LocalReplicas, OuterOptimizer
@@ -62,30 +68,9 @@ from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from accel_trainer.tracking import is_secret, mask_secrets
 from accel_trainer.trainer.arguments.deepspeed_arguments import masked_engine_config, unsharded_models
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
-from accel_trainer.trainer.checkpoint.resuming import TRAINER_STATE_NAME
-from accel_trainer.trainer.running_trainer import CheckpointingTrainer
 
-__all__ = [
-    "PLAIN_OPTIMIZER_NAME",
-    "has_engine_state",
-    "has_optimizer",
-    "is_of_transformers",
-    "load_adapters",
-    "load_as_held",
-    "load_engine_scheduler",
-    "load_engine_state",
-    "load_model",
-    "load_optimizer",
-    "load_outer_optimizer",
-    "load_scheduler",
-    "read_train_batch_size",
-    "save_model",
-    "save_optimizer",
-    "save_trained_beside",
-    "saving_on_this_rank",
-    "storable",
-    "without_secrets",
-]
+if TYPE_CHECKING:
+    from accel_trainer import Trainer
 
 logger = logging.get_logger("transformers.trainer")
 
@@ -98,20 +83,133 @@ _OPTIMIZER_NAMES = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER
 OUTER_OPTIMIZER_NAME = "outer_optimizer.bin"
 SCHEDULER_NAME = "scheduler.pt"
 ENGINE_STATE_PATTERN = "global_step*"
+PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
+TRAINER_STATE_NAME = "trainer_state.json"
+_READ_BY_RANK_0 = re.compile(r"(model|pytorch_model|trained_weights)[^/]*|([^/]+/)?adapter_model[^/]*|optimizer\.bin")
+"""Of a sharded Trainer's checkpoint; the other ranks are sent their shards."""
+_RANDOM_STREAMS = re.compile(r"(?:epoch_)?rng_state(?:_(\d+))?\.pth")
+_REPLICA = re.compile(r"^optimizer\.(?:model\.|optimizer\.)?replica_(\d+)\.")
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
-def _io(trainer: CheckpointingTrainer) -> CheckpointIO:
+# --- which files a resume reads, and what they have to be ---
+
+
+def files_to_read(manifest: Manifest, process: ProcessContext, *, is_sharded: bool) -> Iterator[str]:
+    """Yield the files of a checkpoint that this rank reads."""
+    for name in manifest.files:
+        streams = _RANDOM_STREAMS.fullmatch(name)
+        if streams is not None:
+            if int(streams[1] or 0) == process.rank:
+                yield name
+        elif manifest.world_size == process.world_size and _is_replica_of_other(name, process.rank):
+            continue
+        elif process.is_main or not is_sharded or not _READ_BY_RANK_0.fullmatch(name):
+            yield name
+
+
+def _is_replica_of_other(name: str, rank: int) -> bool:
+    """Whether a file holds another rank's replica of the model, updated by itself."""
+    replica = _REPLICA.search(name)
+    return replica is not None and int(replica[1]) != rank
+
+
+def pass_streams_name(rank: int) -> str:
+    """Return the name of the file with a rank's random streams at the beginning of the pass under way."""
+    return f"epoch_rng_state_{rank}.pth"
+
+
+def check_named(path: Path, run_dir: Path) -> None:
+    """Refuse a path that names no checkpoint of a Trainer: upstream would look for one file after the other.
+
+    Raises:
+        CheckpointNotFoundError: it is no directory, or one without the state of a Trainer.
+    """
+    if (path / TRAINER_STATE_NAME).is_file():
+        return
+    within = [found.name for _, found in numbered_checkpoints(path, PREFIX)] if path.is_dir() else []
+    found = f"which has no {TRAINER_STATE_NAME}"
+    if within:
+        found = f"which holds {', '.join(within)}, and is none itself"
+    elif not path.is_dir():
+        found = "which is a file" if path.exists() else "which does not exist"
+    raise CheckpointNotFoundError(
+        f"Can't find a valid checkpoint at {path}, {found}; resume_from_checkpoint takes the path of a {PREFIX}N that "
+        f"a Trainer has saved, or True for the newest in {run_dir}. Weights alone are loaded by from_pretrained()"
+    )
+
+
+def _check_outline(path: Path) -> None:
+    """Refuse a checkpoint without manifest that was not written to its end."""
+    state = path / TRAINER_STATE_NAME
+    if not state.is_file():
+        raise CheckpointNotFoundError(f"{state.absolute()} is missing, which is written last; its save never ended")
+    read_json(state)
+    with as_corrupt(state):
+        TrainerState.load_from_json(os.fspath(state))
+    for file in sorted(path.iterdir()):
+        if file.suffix == ".safetensors":
+            check_regular(file)
+            SafetensorsFile(file)
+        elif file.suffix in _TORCH_SUFFIXES:
+            check_torch_file(file)
+            # An archive's directory is written last.
+            if not zipfile.is_zipfile(file):
+                raise CorruptCheckpointError(f"{file.absolute()} ends too early; its save never ended")
+
+
+def check_contents(selection: Selection, process: ProcessContext) -> None:
+    """Refuse a checkpoint whose files match their checksums, and hold other things than a Trainer's.
+
+    Torch's files that upstream would wait for, or could not hold in memory, among them.
+
+    Raises:
+        CorruptCheckpointError: a file is of other content; see `check_torch_file`.
+        IncompatibleCheckpointError: this rank's random streams are more than numbers.
+    """
+    path = selection.path
+    if selection.stored is not None and process.is_main:
+        state = path / TRAINER_STATE_NAME
+        read_json(state)
+        with as_corrupt(state):
+            TrainerState.load_from_json(os.fspath(state))
+        with as_corrupt(path / MANIFEST_NAME):
+            progress = selection.stored.manifest.metadata.get("trainer", {})
+            if progress.get("position") is not None:
+                Position.read(progress["position"])
+        for file in sorted(path.glob("*.safetensors")):
+            check_regular(file)
+            SafetensorsFile(file)
+    for file in sorted(path.iterdir()) if path.is_dir() else ():
+        streams = _RANDOM_STREAMS.fullmatch(file.name)
+        if file.suffix in _TORCH_SUFFIXES and (streams is None or int(streams[1] or 0) == process.rank):
+            check_torch_file(file)
+            if streams is not None:
+                # Upstream reads them next, and lets NumPy make what it likes of their arrays; see `PLAIN_ARRAYS`.
+                load_torch_file(file, has_arrays=True)
+
+
+TRAINER_CHECKPOINTS = CheckpointKind(
+    prefix=PREFIX, reads_without_manifest=lambda path: True, check_without_manifest=_check_outline
+)
+"""Upstream's own, without a manifest, among them."""
+
+
+# --- writing and reading them ---
+
+
+def _io(trainer: Trainer) -> CheckpointIO:
     io: CheckpointIO = trainer.accelerator.unit_of(trainer.model).checkpoint_io()
     return io
 
 
-def _staged(trainer: CheckpointingTrainer, directory: Path) -> StagedDirectory | None:
+def _staged(trainer: Trainer, directory: Path) -> StagedDirectory | None:
     """Return the checkpoint that is being written, where `directory` is it."""
     staged = trainer.run_checkpoints.staged
     return staged if staged is not None and staged.path == directory else None
 
 
-def _create(trainer: CheckpointingTrainer, directory: Path, name: str) -> AbstractContextManager[BinaryIO]:
+def _create(trainer: Trainer, directory: Path, name: str) -> AbstractContextManager[BinaryIO]:
     """Open a new file of a checkpoint, or of any other directory."""
     staged = _staged(trainer, directory)
     if staged is not None:
@@ -120,7 +218,7 @@ def _create(trainer: CheckpointingTrainer, directory: Path, name: str) -> Abstra
     return create_file(directory / name)
 
 
-def save_model(trainer: CheckpointingTrainer, output_dir: str) -> None:
+def save_model(trainer: Trainer, output_dir: str) -> None:
     """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective.
 
     Rank 0 writes; with `save_on_each_node` the first rank of each node. Sharded weights are gathered one by one into a
@@ -191,7 +289,7 @@ def storable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in kept.items()}
 
 
-def _save_sharded_adapters(trainer: CheckpointingTrainer, output_dir: str, *, writes: bool) -> None:
+def _save_sharded_adapters(trainer: Trainer, output_dir: str, *, writes: bool) -> None:
     """Write the adapters and their configurations. Collective; the base model is not gathered."""
     process, lazy = trainer.accelerator.process, _io(trainer).lazy_model_state()
     with (
@@ -202,7 +300,7 @@ def _save_sharded_adapters(trainer: CheckpointingTrainer, output_dir: str, *, wr
             trainer._save(output_dir, state_dict=state)
 
 
-def save_trained_beside(trainer: CheckpointingTrainer, staged: StagedDirectory) -> None:
+def save_trained_beside(trainer: Trainer, staged: StagedDirectory) -> None:
     """Write the tensors that training changes and that the files of the adapters leave out. Collective.
 
     A prompt encoder's own weights, for instance: PEFT saves the prompts that it makes. Nothing without adapters.
@@ -225,7 +323,7 @@ def save_trained_beside(trainer: CheckpointingTrainer, staged: StagedDirectory) 
         staged.write_tensors(TRAINED_NAME, {name: tensor.cpu().contiguous() for name, tensor in gathered.items()})
 
 
-def load_adapters(trainer: CheckpointingTrainer, directory: Path) -> None:
+def load_adapters(trainer: Trainer, directory: Path) -> None:
     """Load a checkpoint's adapters into the model, which stays as it is otherwise: active ones stay active.
 
     Collective where the model is sharded, and rank 0 reads; elsewhere each rank reads.
@@ -256,58 +354,40 @@ def _copy_into(model: nn.Module, found: Mapping[str, Tensor]) -> None:
             own[name].copy_(found[stored])
 
 
-def save_optimizer(trainer: CheckpointingTrainer, output_dir: str) -> None:
+def save_optimizer(trainer: Trainer, output_dir: str) -> None:
     """Write the optimizer's and the scheduler's state next to the model. Collective where the model is sharded."""
     directory, writes = Path(output_dir), trainer.args.should_save
-    staged, in_shards = _staged(trainer, directory), _saves_in_shards(trainer)
-    if not trainer.is_sharded:
-        _save_unsharded_optimizer(trainer, directory)
-    elif staged is not None and in_shards and (trainer.args.save_on_each_node or _builds_engine(trainer)):
-        # Not by DCP, whose shards of one directory need each other: of what several nodes hold, each writes its own.
-        _io(trainer).save(staged, SHARDS_PREFIX, weights=False)
-    elif in_shards and not _builds_engine(trainer):
-        _io(trainer).save_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
-        _adopt_own_shards(trainer, directory)
-    else:
-        state = _io(trainer).full_optimizer_state(keep=writes)
-        if state:
-            with _create(trainer, directory, FULL_OPTIMIZER_NAME) as file:
-                torch.save(state, file)
+    staged, replicas, io = _staged(trainer, directory), trainer.local_replicas, _io(trainer)
+    is_apart = replicas is not None and replicas.is_apart
+    if staged is not None and (is_apart or _saves_in_shards(trainer)):
+        # With the weights only where each rank has its own: model.safetensors is the mean of those.
+        io.save(staged, SHARDS_PREFIX, weights=is_apart)
+        if replicas is not None and replicas.outer is not None and writes:
+            with staged.open(OUTER_OPTIMIZER_NAME) as file:
+                torch.save(replicas.outer.state_dict(), file)
+    elif trainer.is_sharded:
+        _save_full_optimizer(trainer, directory)
+    elif writes:
+        with _create(trainer, directory, PLAIN_OPTIMIZER_NAME) as file:
+            torch.save(trainer.optimizer.state_dict(), file)
     if writes:
         with warnings.catch_warnings(record=True) as caught, _create(trainer, directory, SCHEDULER_NAME) as file:
             torch.save(trainer.lr_scheduler.state_dict(), file)
         reissue_pt_warnings(caught)
 
 
-def _save_unsharded_optimizer(trainer: CheckpointingTrainer, directory: Path) -> None:
-    """Write the optimizer's state; where each rank updates its own replica, those with theirs."""
-    staged, replicas = _staged(trainer, directory), trainer.local_replicas
-    if staged is None or replicas is None or not replicas.is_apart:
-        if trainer.args.should_save:
-            with _create(trainer, directory, PLAIN_OPTIMIZER_NAME) as file:
-                torch.save(trainer.optimizer.state_dict(), file)
-        return
-    _io(trainer).save(staged, SHARDS_PREFIX)
-    if replicas.outer is not None and trainer.args.should_save:
-        with staged.open(OUTER_OPTIMIZER_NAME) as file:
-            torch.save(replicas.outer.state_dict(), file)
+def _save_full_optimizer(trainer: Trainer, directory: Path) -> None:
+    state = _io(trainer).full_optimizer_state(keep=trainer.args.should_save)
+    if state:
+        with _create(trainer, directory, FULL_OPTIMIZER_NAME) as file:
+            torch.save(state, file)
 
 
-def _builds_engine(trainer: CheckpointingTrainer) -> bool:
-    return trainer.accelerator.strategy.capabilities.builds_engine
-
-
-def _saves_in_shards(trainer: CheckpointingTrainer) -> bool:
+def _saves_in_shards(trainer: Trainer) -> bool:
     """Whether each rank writes its shards of the optimizer's state."""
-    return _builds_engine(trainer) or trainer.accelerator.state.saves_shards
-
-
-def _adopt_own_shards(trainer: CheckpointingTrainer, directory: Path) -> None:
-    """Have each rank hash the files that it has written, not one rank all of them."""
-    staged, rank = _staged(trainer, directory), trainer.accelerator.process_index
-    if staged is not None:
-        for file in sorted((directory / SHARDED_OPTIMIZER_NAME).glob(f"__{rank}_*.distcp")):
-            staged.adopt(f"{SHARDED_OPTIMIZER_NAME}/{file.name}")
+    accelerator = trainer.accelerator
+    # An engine's state in full would be gathered parameter by parameter, with two collectives for each.
+    return trainer.is_sharded and (accelerator.strategy.capabilities.builds_engine or accelerator.state.saves_shards)
 
 
 def _open_weights(directory: Path) -> Mapping[str, Tensor]:
@@ -339,7 +419,7 @@ def _as_held(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Te
     return held | {name: weights[name] for name in report["unexpected_keys"]}
 
 
-def load_as_held(trainer: CheckpointingTrainer, model: nn.Module, directory: Path) -> bool:
+def load_as_held(trainer: Trainer, model: nn.Module, directory: Path) -> bool:
     """Load weights that are stored otherwise than a model that is not sharded holds them; return whether they are.
 
     Those of a model that is not of transformers, too: upstream (5.23, trainer.py:4063) asks it for what it never has
@@ -358,7 +438,7 @@ def load_as_held(trainer: CheckpointingTrainer, model: nn.Module, directory: Pat
     return True
 
 
-def load_model(trainer: CheckpointingTrainer, model: nn.Module, directory: Path) -> None:
+def load_model(trainer: Trainer, model: nn.Module, directory: Path) -> None:
     """Load a checkpoint's weights into a prepared model. Collective; rank 0 reads."""
     logger.info(f"Loading model from {directory}.")
     unit = trainer.accelerator.unit_of(model)
@@ -374,7 +454,7 @@ def load_model(trainer: CheckpointingTrainer, model: nn.Module, directory: Path)
     _warn_of_differences(trainer, names, set(weights), unit.module)
 
 
-def _warn_of_differences(trainer: CheckpointingTrainer, own: set[str], stored: set[str], module: nn.Module) -> None:
+def _warn_of_differences(trainer: Trainer, own: set[str], stored: set[str], module: nn.Module) -> None:
     if not trainer.accelerator.is_main_process:
         return
     named = dict(module.named_parameters(remove_duplicate=False))
@@ -393,7 +473,7 @@ def has_engine_state(directory: str) -> bool:
     return not any((folder / name).exists() for name in _OPTIMIZER_NAMES) and any(folder.glob(ENGINE_STATE_PATTERN))
 
 
-def load_engine_state(trainer: CheckpointingTrainer, directory: str) -> None:
+def load_engine_state(trainer: Trainer, directory: str) -> None:
     """Load weights and optimizer's state from the engine's own files. Collective.
 
     Raises:
@@ -410,7 +490,7 @@ def load_engine_state(trainer: CheckpointingTrainer, directory: str) -> None:
     _io(trainer).load_engine_files(Path(directory))
 
 
-def load_engine_scheduler(trainer: CheckpointingTrainer, directory: str) -> None:
+def load_engine_scheduler(trainer: Trainer, directory: str) -> None:
     """Load the schedule of a checkpoint that holds the engine's own files, where the engine has not loaded it itself.
 
     Raises:
@@ -448,7 +528,7 @@ def read_train_batch_size(directory: str) -> int | None:
     return size
 
 
-def load_optimizer(trainer: CheckpointingTrainer, directory: Path) -> None:
+def load_optimizer(trainer: Trainer, directory: Path) -> None:
     """Load the optimizer's state, whatever number of processes and strategy wrote it. Collective.
 
     Raises:
@@ -496,7 +576,7 @@ def load_outer_optimizer(outer: OuterOptimizer | None, replicas: LocalReplicas, 
         )
 
 
-def load_scheduler(trainer: CheckpointingTrainer, directory: Path) -> None:
+def load_scheduler(trainer: Trainer, directory: Path) -> None:
     """Load the learning-rate schedule's state; every rank reads it.
 
     Raises:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from accel_trainer.checkpoint.format.boxes import Box
+from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, IncompatibleCheckpointError
 

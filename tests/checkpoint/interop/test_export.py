@@ -66,18 +66,6 @@ def test_every_kind_is_exported(saved: Path, kind: str, tmp_path: Path, capsys: 
     assert len(list((tmp_path / "many").glob("*.bin"))) > 2
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_checkpoints_of_every_format_are_exported(version: int, tmp_path: Path):
-    fixture = Path(__file__).parents[1] / "fixtures" / f"format_{version}"
-    export_weights(fixture, tmp_path / "out")
-    assert {name: tuple(t.shape) for name, t in WeightFiles(tmp_path / "out").items()} == {
-        "0.weight": (5, 3),
-        "0.bias": (5,),
-        "1.weight": (1, 5),
-        "1.bias": (1,),
-    }
-
-
 @pytest.mark.parametrize(
     ("source", "options", "error", "message"),
     [

@@ -15,18 +15,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("deepspeed")
 
-from accel_trainer.checkpoint.format.json_codec import encode
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from tests.publishing import publish_directory
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios, refused
+from tests.scenarios import Scenarios, refused
 from tests.zero import accelerator, adamw, batch, build, layout, own_rows
 
 preload("accel_trainer.accelerator", "deepspeed")
 
 SCENARIOS = Scenarios(timeout=300)
+results = SCENARIOS.results
 PIECES = {"stage3_param_persistence_threshold": 0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
@@ -39,14 +39,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 HALF = {"zero1 bf16": {"stage": 1}, "zero2 bf16": {"stage": 2}, "zero3 bf16": {"stage": 3, **PIECES}}
 # At stage 1, the engine has another optimizer for that.
 SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
-
-
-def run_all() -> dict[str, Outcome]:
-    return SCENARIOS.run()
-
-
-def results(name: str) -> list[Any]:
-    return SCENARIOS.results(name, run_all, 2)
 
 
 class Odd(nn.Module):
@@ -207,19 +199,6 @@ def test_nothing_is_gathered_to_save_or_to_load(scenario: str):
         assert loading < largest
 
 
-def write_as_before(io: Any, folder: Path, process: Any) -> None:
-    """Write a state as version 0.1 did: everything in files of rank 0."""
-    model, state = io.full_model_state(), io.full_optimizer_state()
-    with publish_directory(folder, process) as staged:
-        if process.is_main:
-            held: dict[str, Tensor] = {}
-            outline = encode(state, held, "optimizer")
-            tied = {name: name.replace("same", "stem") for name in model if name.startswith("same")}
-            staged.write_tensors("u.model.00000.safetensors", {n: t for n, t in model.items() if n not in tied})
-            staged.write_tensors("u.optimizer.00000.safetensors", held)
-            staged.write_json("u.json", {"engine": "torch", "tied": tied, "optimizer": outline})
-
-
 def native(number: float) -> TorchCheckpointIO:
     """Return a native unit with a state of its own for each parameter, and updates that were counted."""
     model = build()
@@ -231,7 +210,7 @@ def native(number: float) -> TorchCheckpointIO:
 
 @SCENARIOS.add
 def from_elsewhere() -> Any:
-    """Load what a native unit, and an earlier version, wrote; and be refused what does not fit."""
+    """Load what a native unit wrote, by itself and with torch's functions; and be refused what does not fit."""
     made, model, _ = layout(3, config={"zero_optimization": {"stage": 3, **PIECES}})
     io, folder = made.unit_of(model).checkpoint_io(), shared_folder_of(made)
 
@@ -247,7 +226,9 @@ def from_elsewhere() -> Any:
             source.save(staged, "u")
         return name
 
-    found = {"native": load(write("native", native(0.5)))}
+    native(0.7).save_sharded_optimizer(folder / "dcp")
+    io.load_sharded_optimizer(folder / "dcp")
+    found = {"dcp": contents(made, model)["optimizer"], "native": load(write("native", native(0.5)))}
     rows, fewer, new = native(0.1), build(), build()
     rows.optimizers[0].state[rows.module.head.weight]["row"] = torch.ones(7)
     found["rows"] = load(write("rows", rows))
@@ -255,20 +236,6 @@ def from_elsewhere() -> Any:
     found["fewer"] = load(write("fewer", TorchCheckpointIO(fewer, [adamw(fewer.stem)])))
     found["before its first step"] = load(write("new", TorchCheckpointIO(new, [adamw(new)])))
     return found
-
-
-@SCENARIOS.add
-def from_before() -> Any:
-    made, model, _ = prepare(VARIANTS["zero3"], 2)
-    io, folder = made.unit_of(model).checkpoint_io(), shared_folder_of(made)
-    write_as_before(io, folder / "s", made.process)
-    before = contents(made, model)
-    found = {}
-    for name in ("zero1", "zero3"):
-        made, model, _ = prepare(VARIANTS[name], 1)
-        made.unit_of(model).checkpoint_io().load(open_checkpoint(folder / "s", made.process), "u")
-        found[name] = contents(made, model)
-    return before, found
 
 
 @SCENARIOS.add
@@ -308,13 +275,11 @@ def test_a_parameter_of_no_dimension_is_trained_and_saved_and_refused_by_zero3()
     assert "'scale' of Scaled is a parameter of no dimension, which ZeRO-3 of DeepSpeed cannot lay out" in message
 
 
-def test_a_state_of_a_native_unit_and_of_earlier_versions_is_loaded():
-    found = results("from_elsewhere")[0]["native"]
-    assert_same(found["model"], native(0.5).full_model_state())
-    assert_same(found["optimizer"]["state"], native(0.5).full_optimizer_state()["state"])
-    before, loaded = results("from_before")[0]
-    for name, contents_ in loaded.items():
-        assert_same(contents_, before, name)
+def test_a_state_of_a_native_unit_and_one_of_torch_distributed_checkpoint_are_loaded():
+    found = results("from_elsewhere")[0]
+    assert_same(found["native"]["model"], native(0.5).full_model_state())
+    assert_same(found["native"]["optimizer"]["state"], native(0.5).full_optimizer_state()["state"])
+    assert_same(found["dcp"]["state"], native(0.7).full_optimizer_state()["state"])
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_changes():

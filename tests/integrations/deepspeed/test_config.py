@@ -502,8 +502,8 @@ BAD = {
             "fp16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.9, 0.999]}},
         },
-        dataclasses.replace(FULL, origins=AT, name="ds.json"),
-        "6 problems in ds.json:\n"
+        dataclasses.replace(FULL, origins=AT),
+        "6 problems in the DeepSpeed configuration:\n"
         "  - train_micro_batch_size_per_gpu is 8, and TrainingArguments(per_device_train_batch_size=4) says 4; "
         f"{CONFLICT.format(8)}\n"
         "  - gradient_accumulation_steps (ds.json:3) is 4, and TrainingArguments(gradient_accumulation_steps=2) says "

@@ -15,20 +15,13 @@ pytest.importorskip("deepspeed")
 
 from accel_trainer.errors import ConfigError
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios, refused
+from tests.scenarios import Scenarios, refused
 from tests.zero import Net, accelerator, adamw, alone, batch, block, build, layout, own_rows, whole
 
 preload("accel_trainer.accelerator", "deepspeed", "transformers.models.auto.modeling_auto")
 
 SCENARIOS = Scenarios(timeout=300)
-
-
-def run_all() -> dict[str, Outcome]:
-    return SCENARIOS.run()
-
-
-def results(name: str) -> list[Any]:
-    return SCENARIOS.results(name, run_all, 2)
+results = SCENARIOS.results
 
 
 def equal(values: list[torch.Tensor], reference: list[torch.Tensor]) -> None:

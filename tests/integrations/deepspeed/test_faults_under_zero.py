@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
+from tests.fault_injection import fault_env
 from tests.ranks import RankFailure, map_jobs, preload, run_ranks
-from tests.runtime.test_rank_watch import fault, hanging_script, native_script
+from tests.runtime.test_rank_watch import hanging_script, native_script
 from tests.trainer_jobs import build_trainer
 
 preload("accel_trainer.accelerator", "deepspeed")
@@ -46,7 +47,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, st
         function, stage, text = JOBS[name]
         folder = tmp_path_factory.mktemp(name)
         with pytest.raises(RankFailure) as failed:
-            run_ranks(function, 2, str(folder), stage, env=fault(text), timeout=90)
+            run_ranks(function, 2, str(folder), stage, env=fault_env(text), timeout=90)
         printed = {rank: Path(folder, f"{rank}.txt") for rank in range(2)}
         return {
             rank: said + (printed[rank].read_text() if printed[rank].exists() else "")
@@ -61,8 +62,8 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, st
     [
         (
             "step",
-            r"RemoteRankError: rank 1 failed in optimizer step \(update 2, native_loop \(.*\)\): RuntimeError: fault "
-            r"injected at train\.opt\. Rank 0 stopped with it, in \w+ \(update 2, native_loop ",
+            r"RemoteRankError: rank 1 failed in optimizer step \(update 2, happen \(fault_injection\.py:\d+\)\): "
+            r"RuntimeError: fault injected at train\.opt\. Rank 0 stopped with it, in \w+ \(update 2, native_loop ",
         ),
         (
             "evaluation",
@@ -81,8 +82,9 @@ def test_r10_a_rank_that_stands_in_the_engines_backward_has_the_time_of_a_step(f
     said = "".join(failures["backward"].values())
     assert re.search(
         r"HangError: no progress for \d s, the limit there is 2 s\. rank 0 waits in all_reduce \(number \d+ of the "
-        r"group\) for rank 1, which has not arrived there:\n  rank 1 is in backward, native_loop \(.*\): update 1, "
-        r"(.*\n)*  rank 0 waits in all_reduce, in backward, native_loop ",
+        r"group\) for rank 1, which has not arrived there:\n  rank 1 is in backward, happen "
+        r"\(fault_injection\.py:\d+\): update 1, (.*\n)*.*, in native_loop\n(.*\n)*"
+        r"  rank 0 waits in all_reduce, in backward, native_loop ",
         said,
     ), said
     assert [f"Rank {rank} ends with exit code {75}" in said for rank in range(2)] == [True, True]

@@ -6,7 +6,7 @@ import gc
 import re
 import tempfile
 import weakref
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,22 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.partitions import flat_partitions
 from accel_trainer.runtime.progress import PROGRESS
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios
+from tests.scenarios import Scenarios
 from tests.zero import accelerator, adamw, alone, batch, build, layout, own_rows, unit_of, whole
 
 preload("accel_trainer.accelerator", "deepspeed")
 
 SCENARIOS = Scenarios(timeout=300)
+results = SCENARIOS.results
 VARIANTS = {"zero1": (1, False), "zero2": (2, False), "zero3": (3, False), "zero3 offloaded": (3, True)}
 
 
-def run_all() -> dict[str, Outcome]:
-    return SCENARIOS.run()
+def for_each_variant(train: Any) -> Any:
+    @wraps(train)
+    def run() -> dict[str, Any]:
+        return {name: train(stage, offload) for name, (stage, offload) in VARIANTS.items()}
 
-
-def results(name: str) -> list[Any]:
-    return SCENARIOS.results(name, run_all, 2)
-
-
-def for_each_variant(train: Any) -> dict[str, Any]:
-    return {name: train(stage, offload) for name, (stage, offload) in VARIANTS.items()}
+    return run
 
 
 def close(trained: dict[str, Any], reference: list[torch.Tensor]) -> None:
@@ -52,18 +49,16 @@ def close(trained: dict[str, Any], reference: list[torch.Tensor]) -> None:
 
 
 @SCENARIOS.add
-def gradients_beyond_one() -> Any:
+@for_each_variant
+def gradients_beyond_one(stage: int, offload: bool) -> Any:
     """Nobody asks for clipping, and the engine clips at 1.0 when its configuration is silent."""
 
-    def train(stage: int, offload: bool) -> Any:
-        made, model, optimizer = layout(stage, offload)
-        for step in range(3):
-            made.backward(model(own_rows(step)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(made, model)
-
-    return for_each_variant(train)
+    made, model, optimizer = layout(stage, offload)
+    for step in range(3):
+        made.backward(model(own_rows(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(made, model)
 
 
 def test_nothing_is_clipped_where_nobody_asked():
@@ -74,17 +69,15 @@ def test_nothing_is_clipped_where_nobody_asked():
 
 
 @SCENARIOS.add
-def configured_bound() -> Any:
-    def train(stage: int, offload: bool) -> Any:
-        made, model, optimizer = layout(stage, offload, {"gradient_clipping": 0.3})
-        for step in range(3):
-            made.backward(model(own_rows(step)))
-            if step == 1:
-                made.clip_grad_norm_(model.parameters(), 0.1)  # for this step only
-            optimizer.step()
-        return whole(made, model)
-
-    return for_each_variant(train)
+@for_each_variant
+def configured_bound(stage: int, offload: bool) -> Any:
+    made, model, optimizer = layout(stage, offload, {"gradient_clipping": 0.3})
+    for step in range(3):
+        made.backward(model(own_rows(step)))
+        if step == 1:
+            made.clip_grad_norm_(model.parameters(), 0.1)  # for this step only
+        optimizer.step()
+    return whole(made, model)
 
 
 def test_a_configured_bound_holds_and_an_explicit_one_wins():
@@ -95,20 +88,18 @@ def test_a_configured_bound_holds_and_an_explicit_one_wins():
 
 
 @SCENARIOS.add
-def clamped() -> Any:
-    def train(stage: int, offload: bool) -> Any:
-        made, model, optimizer = layout(stage, offload)
-        for step in range(3):
-            made.backward(model(own_rows(step)))
-            made.clip_grad_value_(model.parameters(), 0.02)
-            norm = made.clip_grad_norm_(model.parameters(), 0.05)
-            before = norm.item()
-            optimizer.step()
-            assert before != before, "NaN until the step"
-            assert norm.item() > 0
-        return whole(made, model)
-
-    return for_each_variant(train)
+@for_each_variant
+def clamped(stage: int, offload: bool) -> Any:
+    made, model, optimizer = layout(stage, offload)
+    for step in range(3):
+        made.backward(model(own_rows(step)))
+        made.clip_grad_value_(model.parameters(), 0.02)
+        norm = made.clip_grad_norm_(model.parameters(), 0.05)
+        before = norm.item()
+        optimizer.step()
+        assert before != before, "NaN until the step"
+        assert norm.item() > 0
+    return whole(made, model)
 
 
 def test_values_are_clamped_before_the_norm_is_bounded():
@@ -120,19 +111,17 @@ def test_values_are_clamped_before_the_norm_is_bounded():
 
 
 @SCENARIOS.add
-def dropped_gradients() -> Any:
-    def train(stage: int, offload: bool) -> Any:
-        made, model, optimizer = layout(stage, offload)
-        for step in range(3):
-            made.backward(model(own_rows(step + 10)))
-            optimizer.zero_grad()
-            optimizer.step()  # nothing to step with
-            made.backward(model(own_rows(step)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(made, model)
-
-    return for_each_variant(train)
+@for_each_variant
+def dropped_gradients(stage: int, offload: bool) -> Any:
+    made, model, optimizer = layout(stage, offload)
+    for step in range(3):
+        made.backward(model(own_rows(step + 10)))
+        optimizer.zero_grad()
+        optimizer.step()  # nothing to step with
+        made.backward(model(own_rows(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(made, model)
 
 
 def test_zero_grad_drops_what_a_backward_has_left():
@@ -140,19 +129,17 @@ def test_zero_grad_drops_what_a_backward_has_left():
 
 
 @SCENARIOS.add
-def several_backwards() -> Any:
-    def train(stage: int, offload: bool) -> Any:
-        made, model, optimizer = layout(stage, offload)
-        for step in range(3):
-            losses = [model(own_rows(step)), model(own_rows(step + 10))]
-            made.backward(losses[0])
-            made.backward(losses[1])
-            made.backward(model(own_rows(step + 20)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole(made, model)
-
-    return for_each_variant(train)
+@for_each_variant
+def several_backwards(stage: int, offload: bool) -> Any:
+    made, model, optimizer = layout(stage, offload)
+    for step in range(3):
+        losses = [model(own_rows(step)), model(own_rows(step + 10))]
+        made.backward(losses[0])
+        made.backward(losses[1])
+        made.backward(model(own_rows(step + 20)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(made, model)
 
 
 def test_gradients_of_several_backwards_add_up():
@@ -166,20 +153,18 @@ def test_gradients_of_several_backwards_add_up():
 
 
 @SCENARIOS.add
-def token_means() -> Any:
-    def train(stage: int, offload: bool) -> Any:
-        made, model, optimizer = layout(stage, offload, gradient_accumulation_steps=2)
-        rank = made.process_index
-        for step in range(4):
-            with made.accumulate(model):
-                rows = own_rows(step)[: 1 + rank + step % 2]
-                made.backward(made.global_token_mean(model(rows) * len(rows), len(rows)))
-                made.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-        return whole(made, model)
-
-    return for_each_variant(train)
+@for_each_variant
+def token_means(stage: int, offload: bool) -> Any:
+    made, model, optimizer = layout(stage, offload, gradient_accumulation_steps=2)
+    rank = made.process_index
+    for step in range(4):
+        with made.accumulate(model):
+            rows = own_rows(step)[: 1 + rank + step % 2]
+            made.backward(made.global_token_mean(model(rows) * len(rows), len(rows)))
+            made.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(made, model)
 
 
 def test_losses_are_weighed_by_tokens():
@@ -199,18 +184,16 @@ def test_losses_are_weighed_by_tokens():
 
 
 @SCENARIOS.add
-def uneven_data() -> Any:
-    def train(stage: int, offload: bool) -> Any:
-        made, model, optimizer = layout(stage, offload)
-        loader = made.prepare(DataLoader(list(batch()[:5]), batch_size=1))
-        with made.join_uneven_inputs([model], even_batches=False):
-            for rows in loader:  # 2, 2 and 1 rows: in the last step, one rank has none
-                made.backward(model(rows))
-                optimizer.step()
-                optimizer.zero_grad()
-        return whole(made, model)
-
-    return for_each_variant(train)
+@for_each_variant
+def uneven_data(stage: int, offload: bool) -> Any:
+    made, model, optimizer = layout(stage, offload)
+    loader = made.prepare(DataLoader(list(batch()[:5]), batch_size=1))
+    with made.join_uneven_inputs([model], even_batches=False):
+        for rows in loader:  # 2, 2 and 1 rows: in the last step, one rank has none
+            made.backward(model(rows))
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(made, model)
 
 
 def test_a_rank_without_data_takes_part_with_weight_zero():
@@ -252,7 +235,7 @@ def parts_without_gradients() -> Any:
             optimizer.zero_grad()
         return whole(made, model)
 
-    return for_each_variant(train) | {"zero2 offloaded": train(2, True)}
+    return for_each_variant(train)() | {"zero2 offloaded": train(2, True)}
 
 
 def test_a_part_without_gradients_is_not_updated_with_earlier_ones():
@@ -270,29 +253,27 @@ def test_a_part_without_gradients_is_not_updated_with_earlier_ones():
 
 
 @SCENARIOS.add
-def prepared_again() -> Any:
-    def train(stage: int, offload: bool) -> Any:
-        made = accelerator(stage, offload)
-        model = build()
-        optimizer = adamw(model)
-        engine, prepared = made.prepare(model, optimizer)
-        made.backward(engine(own_rows()))
-        held = [weakref.ref(kept) for kept in (engine, engine.optimizer, *flat_partitions(engine.optimizer))]
-        engine, prepared = made.free_memory(engine, prepared)
-        gc.collect()
-        hooks = model._forward_hooks or model._forward_pre_hooks or model.stem._forward_pre_hooks
-        left = [kept() is not None for kept in held] + [bool(hooks)]
-        engine, prepared = made.prepare(model, optimizer)
-        for step in range(3):
-            made.backward(engine(own_rows(step)))
-            prepared.step()
-        values = whole(made, engine)
-        held = [weakref.ref(kept) for kept in (model, *model.parameters())]
-        engine, prepared, model, optimizer = made.clear(engine, prepared, model, optimizer)
-        gc.collect()
-        return values, left + [kept() is not None for kept in held]
-
-    return for_each_variant(train)
+@for_each_variant
+def prepared_again(stage: int, offload: bool) -> Any:
+    made = accelerator(stage, offload)
+    model = build()
+    optimizer = adamw(model)
+    engine, prepared = made.prepare(model, optimizer)
+    made.backward(engine(own_rows()))
+    held = [weakref.ref(kept) for kept in (engine, engine.optimizer, *flat_partitions(engine.optimizer))]
+    engine, prepared = made.free_memory(engine, prepared)
+    gc.collect()
+    hooks = model._forward_hooks or model._forward_pre_hooks or model.stem._forward_pre_hooks
+    left = [kept() is not None for kept in held] + [bool(hooks)]
+    engine, prepared = made.prepare(model, optimizer)
+    for step in range(3):
+        made.backward(engine(own_rows(step)))
+        prepared.step()
+    values = whole(made, engine)
+    held = [weakref.ref(kept) for kept in (model, *model.parameters())]
+    engine, prepared, model, optimizer = made.clear(engine, prepared, model, optimizer)
+    gc.collect()
+    return values, left + [kept() is not None for kept in held]
 
 
 def test_free_memory_leaves_nothing_of_the_engine_and_model_and_optimizer_can_be_prepared_again():
@@ -330,7 +311,7 @@ def a_model_in_two_engines() -> Any:
         second.clear()
         return values
 
-    return {is_freed: for_each_variant(partial(train, is_freed=is_freed)) for is_freed in (True, False)}
+    return {is_freed: for_each_variant(partial(train, is_freed=is_freed))() for is_freed in (True, False)}
 
 
 def test_an_engine_that_was_taken_off_its_model_leaves_the_next_one_alone():

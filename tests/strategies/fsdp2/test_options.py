@@ -29,12 +29,13 @@ from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy
 from accel_trainer.strategies.loss_scale import LossScale
 from tests.ranks import preload, run_ranks
-from tests.scenarios import Outcome, Scenarios, refused
+from tests.scenarios import Scenarios, refused
 from tests.sharded import Net, adamw, batch, build, full, own_rows, prepare, train, train_alone
 
 preload("accel_trainer.accelerator", "accel_trainer.trainer", "tests.scenarios", "tests.sharded")
 
 SCENARIOS = Scenarios()
+results = SCENARIOS.results
 
 
 @contextmanager
@@ -46,14 +47,6 @@ def logged() -> Iterator[list[str]]:
     logging.getLogger("accel_trainer").addHandler(handler)
     yield messages
     logging.getLogger("accel_trainer").removeHandler(handler)
-
-
-def run_all() -> dict[str, Outcome]:
-    return SCENARIOS.run()
-
-
-def results(name: str) -> list[Any]:
-    return SCENARIOS.results(name, run_all, world_size=2)
 
 
 REFERENCE = pytest.approx(train_alone(build()), abs=1e-6)

@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler
 
-from accel_trainer.checkpoint.format.placement import local_box, local_tensor
-from accel_trainer.checkpoint.shards import own_share
+from accel_trainer.checkpoint.shards import local_box, local_tensor, own_share
 from accel_trainer.config import resolve
+from accel_trainer.contrib.planning.planner import fake_job
 from accel_trainer.data.plan import RoundRule, plan_rounds
 from accel_trainer.data.sampler import ShardedBatchSampler
-from accel_trainer.launch.planner import fake_job
 from accel_trainer.precision import build_precision
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.fsdp2 import strategy

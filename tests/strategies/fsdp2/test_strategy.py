@@ -14,19 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios, refused
+from tests.scenarios import Scenarios, refused
 
 preload("accel_trainer.accelerator", "transformers.models.llama.modeling_llama")
 
 SCENARIOS = Scenarios()
-
-
-def run_all() -> dict[str, Outcome]:
-    return SCENARIOS.run()
-
-
-def results(name: str) -> list[Any]:
-    return SCENARIOS.results(name, run_all, world_size=2)
+results = SCENARIOS.results
 
 
 class Block(nn.Module):

@@ -15,20 +15,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from accel_trainer.strategies.fsdp2.strategy import apply_activation_checkpointing
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios, refused
+from tests.scenarios import Scenarios, refused
 from tests.sharded import batch, build, full, own_rows, prepare
 
 preload("accel_trainer.accelerator", "tests.scenarios", "tests.sharded", "transformers.models.auto.modeling_auto")
 
 SCENARIOS = Scenarios()
-
-
-def run_all() -> dict[str, Outcome]:
-    return SCENARIOS.run()
-
-
-def results(name: str) -> list[Any]:
-    return SCENARIOS.results(name, run_all, world_size=2)
+results = SCENARIOS.results
 
 
 @SCENARIOS.add

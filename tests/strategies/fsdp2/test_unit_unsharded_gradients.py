@@ -10,20 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import preload
-from tests.scenarios import Outcome, Scenarios
+from tests.scenarios import Scenarios
 from tests.sharded import Net, batch, build, full, own_rows, prepare, train, train_alone
 
 preload("accel_trainer.accelerator", "tests.scenarios", "tests.sharded")
 
 SCENARIOS = Scenarios()
-
-
-def run_all() -> dict[str, Outcome]:
-    return SCENARIOS.run()
-
-
-def results(name: str) -> list[Any]:
-    return SCENARIOS.results(name, run_all, world_size=2)
+results = SCENARIOS.results
 
 
 REFERENCE = pytest.approx(train_alone(build()), abs=1e-6)

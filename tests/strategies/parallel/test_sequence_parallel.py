@@ -77,6 +77,8 @@ def train_families() -> dict[str, Any]:
             texts = [
                 each.generate(inputs["input_ids"][:, :6], max_new_tokens=4, do_sample=False) for each in (plain, model)
             ]
+            own = model(**inputs, labels=inputs["input_ids"], skip_logits=True).logits
+        assert own.shape[1] < logits[1].shape[1], "where the loss is enough, no logits are gathered"
         found[kind] = (expected, trained, (logits[0] - logits[1]).abs().max().item(), texts[0].equal(texts[1]))
         accelerator.free_memory()
     # Each length and each kind of mask would be compiled anew.

@@ -177,10 +177,11 @@ def test_resuming_inside_and_at_the_end_of_an_epoch_continues_exactly(folder, wr
 def test_the_files_are_upstreams_and_each_is_written_once(folder, written, strategy):
     checkpoint = folder / strategy / "plain" / "checkpoint-7"
     rng = {"rng_state.pth"} if strategy == "single" else {"rng_state_0.pth", "rng_state_1.pth"}
-    optimizer = {"fsdp": "optimizer.bin", "fsdp_sharded": "optimizer_0"}.get(strategy, "optimizer.pt")
+    shards = {"optimizer.json", *(f"optimizer.optimizer.0000{rank}.safetensors" for rank in range(2))}
+    optimizer = {"fsdp": {"optimizer.bin"}, "fsdp_sharded": shards}.get(strategy, {"optimizer.pt"})
     assert set(os.listdir(checkpoint)) == {
         "config.json", "generation_config.json", "model.safetensors", "scheduler.pt", "trainer_state.json",
-        "training_args.bin", optimizer, *rng, "manifest.json", "COMMITTED",
+        "training_args.bin", *optimizer, *rng, "manifest.json", "COMMITTED",
     }  # fmt: skip
     assert json.loads((checkpoint / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert_equal_weights(stored_weights(checkpoint), written[strategy, "plain"]["weights"])
@@ -218,7 +219,7 @@ def test_weights_alone_and_only_the_last_and_the_best_are_kept(folder, written, 
     assert len(kept) <= 2
     files = set(os.listdir(best))
     assert "model.safetensors" in files
-    assert not files & {"optimizer.pt", "optimizer.bin", "optimizer_0", "scheduler.pt"}
+    assert not files & {"optimizer.pt", "optimizer.bin", "optimizer.json", "scheduler.pt"}
 
 
 def test_resuming_from_weights_alone_says_that_the_optimizer_is_new(tmp_path, caplog):
@@ -263,6 +264,9 @@ def stock_checkpoint(source: Path, target: Path, sharded: bool) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # there is no process group here
             dcp.save({"model": weights}, storage_writer=dcp.FileSystemWriter(target / "pytorch_model_fsdp_0"))
+            state = torch.load(target / "optimizer.bin", weights_only=True)
+            dcp.save({"optimizer": state}, storage_writer=dcp.FileSystemWriter(target / "optimizer_0"))
+        (target / "optimizer.bin").unlink()
     else:
         torch.save(weights, target / "pytorch_model_fsdp.bin")
 

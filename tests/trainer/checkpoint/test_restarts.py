@@ -62,9 +62,9 @@ def test_a_job_that_had_saved_nothing_begins_anew(tmp_path: Path) -> None:
 
 
 def train_twice(folder: str) -> dict[str, Any]:
-    from accel_trainer.trainer.checkpoint import run_checkpoints
+    from accel_trainer.trainer.checkpoint import saving
 
-    next(run_checkpoints._trains)
+    next(saving._trains)
     return train(folder)
 
 

@@ -16,8 +16,8 @@ from transformers import TrainerCallback
 
 from accel_trainer.checkpoint import checkpointer
 from accel_trainer.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from accel_trainer.trainer.checkpoint import run_checkpoints
-from accel_trainer.trainer.checkpoint.run_checkpoints import RunMetrics, UpdateNote
+from accel_trainer.trainer.checkpoint import saving
+from accel_trainer.trainer.checkpoint.saving import RunMetrics, UpdateNote
 from tests.trainer_jobs import build_trainer, summary
 
 CKPT = {"ckpt/stall_s", "ckpt/duration_s", "ckpt/bytes"}
@@ -95,7 +95,7 @@ def test_r18_figures_are_logged_once_and_the_last_record_of_the_history_keeps_th
 
 def test_goodput_is_the_share_of_the_time_in_new_updates(monkeypatch):
     now = iter([100.0, 101.0, 104.0, 110.0, 200.0, 201.0])
-    for module in (checkpointer, run_checkpoints):
+    for module in (checkpointer, saving):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     run = RunMetrics()
     with run.resuming("load"):

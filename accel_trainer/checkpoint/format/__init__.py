@@ -1,1 +1,0 @@
-"""The files of a checkpoint: manifest, checksums, safetensors, JSON, and the boxes of sharded tensors."""

@@ -1,0 +1,363 @@
+"""The manifest of a checkpoint: every file with its size and checksum, every tensor with its box in the full one.
+
+`COMMITTED` beside it, written last, holds the sha256 of `manifest.json`. Needs no torch: the command line reads it, and
+compares files with it.
+
+The format's version goes up by one whenever an earlier reader would misread a checkpoint; that reader refuses it then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import stat
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from accel_trainer import logging
+from accel_trainer.checkpoint.boxes import Box
+from accel_trainer.checkpoint.checksums import (
+    BLOCK_BYTES,
+    CHECKSUM,
+    FileEntry,
+    hash_blocks,
+    make_entry,
+    num_blocks,
+)
+from accel_trainer.checkpoint.disk import (
+    MAX_JSON_BYTES,
+    MAX_JSON_ITEMS,
+    as_corrupt,
+    check_regular,
+    parse_json,
+    read_regular,
+)
+from accel_trainer.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
+
+FORMAT_VERSION = 3
+"""The one that is written, and the lowest that is read: no release wrote an earlier one."""
+
+MANIFEST_NAME = "manifest.json"
+MARKER_NAME = "COMMITTED"
+_FREE_ITEMS, _BYTES_PER_ITEM = 200_000, 4
+"""A manifest has at most so many items, and one more for so many bytes of the files that it describes.
+
+Each tensor has 9 of them, and stands in the header of its file, too, in 50 bytes or more.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of a safetensors file."""
+
+    dtype: str
+    """As safetensors names it: "F32", "BF16"."""
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    offsets: tuple[int, ...] | None = None
+    """Where this shard begins in the full tensor; None when the file holds all of it."""
+    sizes: tuple[int, ...] | None = None
+    """Shape of this shard."""
+
+    @property
+    def box(self) -> Box:
+        """The box of the full tensor that the file holds."""
+        return Box.full(self.shape) if self.offsets is None else Box(self.offsets, self.sizes or ())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a checkpoint."""
+
+    world_size: int
+    step: int | None = None
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, TensorEntry]] = field(default_factory=dict)
+    """By file, then by tensor."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """The saver's own entries: plain JSON."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def reserves(self, name: str) -> bool:
+        """Whether a file of this name, which the manifest does not list, may not lie in the checkpoint.
+
+        Any, unless the writer said by `metadata["reserved_names"]`, shell patterns, which names its readers look for.
+        """
+        patterns = self.metadata.get("reserved_names")
+        return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files, the manifest not counted."""
+        return sum(entry.num_bytes for entry in self.files.values())
+
+    def encode(self) -> bytes:
+        """Return the text of `manifest.json`."""
+        data = {
+            "format_version": FORMAT_VERSION,
+            "step": self.step,
+            "world_size": self.world_size,
+            "versions": dict(self.versions),
+            "metadata": dict(self.metadata),
+            "checksum": CHECKSUM,
+            "files": {
+                name: {
+                    "bytes": entry.num_bytes,
+                    "checksum": entry.checksum,
+                    **({"blocks": list(entry.blocks)} if entry.blocks else {}),
+                }
+                for name, entry in sorted(self.files.items())
+            },
+            "tensors": {
+                file: {name: _encode_tensor(entry) for name, entry in tensors.items()}
+                for file, tensors in sorted(self.tensors.items())
+            },
+        }
+        # With line breaks and sorted files: diff compares two of them.
+        return (json.dumps(data, indent=1) + "\n").encode()
+
+    @staticmethod
+    def digest(text: bytes) -> bytes:
+        """Return the content of the marker that commits this text of a manifest."""
+        return hashlib.sha256(text).hexdigest().encode() + b"\n"
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Read the manifest of a checkpoint and compare it with the marker.
+
+        Raises:
+            CheckpointNotFoundError: there is none, or the save was never completed.
+            CorruptCheckpointError: it was changed after it was committed, or names files that no checkpoint may name.
+            IncompatibleCheckpointError: its format is newer than this version reads.
+        """
+        path = directory / MANIFEST_NAME
+        if not os.path.lexists(path):
+            raise CheckpointNotFoundError(f"no checkpoint in {directory.absolute()}: {MANIFEST_NAME} is missing")
+        # Read once, and hashed as it was read: a second read could see another file than the digest.
+        text = read_regular(path, MAX_JSON_BYTES)
+        digest = hashlib.sha256(text).hexdigest()
+        marker = directory / MARKER_NAME
+        has_marker = os.path.lexists(marker)
+        committed = read_regular(marker, 4096).decode(errors="replace").strip() if has_marker else None
+        if committed not in (None, digest):
+            # For its message: a newer version may commit in another way, and is refused as newer, not as corrupt.
+            _read_object(text, path)
+            raise CorruptCheckpointError(
+                f"{path.absolute()} was changed after the checkpoint was committed: its sha256 is {digest}, and "
+                f"{MARKER_NAME} has {str(committed)[:80]!r}; load another checkpoint"
+            )
+        data = _read_object(text, path)
+        if committed is None:
+            raise CheckpointNotFoundError(
+                f"{directory.absolute()} is incomplete: {MARKER_NAME} is missing, so its save never ended; load another"
+            )
+        try:
+            with as_corrupt(path):
+                return cls._decode(data)
+        except ConfigError as error:
+            raise CorruptCheckpointError(
+                f"{path.absolute()} is not a manifest ({type(error).__name__}: {error}); load another checkpoint"
+            ) from error
+
+    @classmethod
+    def _decode(cls, data: dict[str, Any]) -> Manifest:
+        for name in (*data["files"], *data["tensors"]):
+            check_name(name)
+        return cls(
+            world_size=int(data["world_size"]),
+            step=data["step"],
+            files={
+                name: FileEntry(int(entry["bytes"]), str(entry["checksum"]), tuple(map(str, entry.get("blocks", ()))))
+                for name, entry in data["files"].items()
+            },
+            tensors={
+                file: {name: _decode_tensor(entry) for name, entry in tensors.items()}
+                for file, tensors in data["tensors"].items()
+            },
+            metadata=dict(data["metadata"]),
+            versions=dict(data["versions"]),
+        )
+
+
+def _encode_tensor(entry: TensorEntry) -> dict[str, Any]:
+    data: dict[str, Any] = {"dtype": entry.dtype, "shape": list(entry.shape)}
+    if entry.offsets is not None:
+        data |= {"offsets": list(entry.offsets), "sizes": list(entry.sizes or ())}
+    return data
+
+
+def _decode_tensor(data: dict[str, Any]) -> TensorEntry:
+    offsets = _numbers(data["offsets"]) if "offsets" in data else None
+    return TensorEntry(
+        str(data["dtype"]), _numbers(data["shape"]), offsets, _numbers(data["sizes"]) if offsets else None
+    )
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    numbers = tuple(values)
+    if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
+        raise ValueError(f"{str(values)[:80]} stands where sizes were expected")
+    return numbers
+
+
+def _max_items(text: bytes, path: Path) -> int:
+    """Return how many items a manifest may have, by the size of its checkpoint."""
+    if text.count(b":") <= _FREE_ITEMS // 2:
+        return _FREE_ITEMS
+    # lstat: a link to a large file elsewhere shall not raise the bound.
+    num_bytes = sum(Path(folder, name).lstat().st_size for folder, _, names in os.walk(path.parent) for name in names)
+    return min(_FREE_ITEMS + (num_bytes - len(text)) // _BYTES_PER_ITEM, MAX_JSON_ITEMS)
+
+
+def _read_object(text: bytes, path: Path) -> dict[str, Any]:
+    """Return a manifest's content when its format is one that this version reads."""
+    data = parse_json(text, path, _max_items(text, path))
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if not isinstance(version, int) or version < FORMAT_VERSION:
+        raise CorruptCheckpointError(
+            f"{path.absolute()} has format version {str(version)[:20]}, which no release of accel_trainer wrote: it is "
+            "no manifest; load another checkpoint"
+        )
+    if version > FORMAT_VERSION:
+        raise IncompatibleCheckpointError(
+            f"{path.absolute()} has format version {version} and this version reads {FORMAT_VERSION}; install the "
+            "version of accel_trainer that wrote it"
+        )
+    checksum = data.get("checksum")
+    if checksum != CHECKSUM:
+        raise IncompatibleCheckpointError(
+            f"{path.absolute()} has checksums of the kind {checksum!r} and this version knows {CHECKSUM!r}; "
+            "install the version of accel_trainer that wrote it"
+        )
+    return data
+
+
+def used_versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that compute a run, as far as they are imported."""
+    names = ("accel_trainer", "torch", "transformers", "deepspeed", "peft", "torchao")
+    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in names}
+    return {"python": platform.python_version(), **{name: str(version) for name, version in found.items() if version}}
+
+
+def check_name(name: str) -> None:
+    """Refuse a file name that is not a plain relative path below the checkpoint."""
+    parts = PurePosixPath(name).parts
+    is_plain = parts and not name.startswith("/") and "\\" not in name and "\0" not in name
+    if not is_plain or any(part in ("..", ".") for part in name.split("/")) or "/".join(parts) != name:
+        raise ConfigError(f"{name!r} is not a file name inside a checkpoint; use a relative path without '..'")
+    if name in (MANIFEST_NAME, MARKER_NAME):
+        raise ConfigError(f"{name!r} is written by the store itself; choose another name")
+
+
+logger = logging.get_logger(__name__)
+
+_IF_CHANGED_ON_PURPOSE = (
+    "this one with verify='off' (an argument of load_state() and of TrainingArguments) if you changed it yourself"
+)
+
+
+def list_files(directory: Path) -> list[str]:
+    """Return the names of all files below `directory`, the manifest and the marker left out, sorted."""
+    names = []
+    for folder, _, files in os.walk(directory):
+        names += [Path(folder, file).relative_to(directory).as_posix() for file in files]
+    return sorted(set(names) - {MANIFEST_NAME, MARKER_NAME})
+
+
+def refuse_extra_files(directory: Path, manifest: Manifest) -> None:
+    """Refuse files that the manifest does not name and that a reader might take; see `Manifest.reserves`."""
+    extra = [name for name in list_files(directory) if name not in manifest.files and manifest.reserves(name)]
+    if extra:
+        raise CorruptCheckpointError(
+            f"{directory.absolute()} holds {', '.join(map(repr, extra[:5]))}, which its manifest does not name: "
+            f"something was added after the save. Move it out of the checkpoint, or {_IF_CHANGED_ON_PURPOSE}"
+        )
+
+
+def warn_of_writers(directory: Path) -> None:
+    """Warn of a checkpoint that every user may write to: matching checksums do not prove that it is the saved one."""
+    for path in (directory, directory / MANIFEST_NAME):
+        mode = path.stat().st_mode
+        # Not S_IWGRP: groups are how people share a disk.
+        if mode & stat.S_IWOTH:
+            logger.warning(
+                "every user of this machine can write to %s (mode %o), and checksums tell damage, not forgery: load it "
+                "if you trust them all, and take the right away with `chmod -R o-w`",
+                path,
+                stat.S_IMODE(mode),
+            )
+            return
+
+
+def check_checkpoint(directory: Path, mode: str, num_threads: int = 1) -> Manifest:
+    """Compare a checkpoint with its manifest, and return that; see `check_files`.
+
+    Raises:
+        CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError: it is not good.
+    """
+    manifest = Manifest.read(directory)
+    refuse_extra_files(directory, manifest)
+    check_files(directory, manifest, manifest.files, mode, num_threads)
+    return manifest
+
+
+def check_files(directory: Path, manifest: Manifest, names: Iterable[str], mode: str, num_threads: int) -> None:
+    """Compare files with the manifest: their presence inside the checkpoint, their lengths, and their contents.
+
+    Args:
+        mode: "full" compares contents, "size" lengths, "off" neither.
+        num_threads: blocks of all files are hashed by this many threads.
+
+    Raises:
+        CheckpointNotFoundError: a file is missing.
+        CorruptCheckpointError: a file was changed, or is a link out of the checkpoint.
+    """
+    names = [name for name in names if name in manifest.files]
+    # Names, lengths and places of all first: they cost nothing, and a missing file is told before gigabytes are read.
+    for name in names:
+        _check_place(directory, name, manifest.files[name], mode)
+    if mode == "full":
+        tasks = [
+            (directory / name, index) for name in names for index in range(num_blocks(manifest.files[name].num_bytes))
+        ]
+        # The blocks of all files in one pool: a large file beside small ones keeps every thread busy.
+        digests = iter(hash_blocks(tasks, num_threads))
+        for name in names:
+            entry = manifest.files[name]
+            own = [next(digests) for _ in range(num_blocks(entry.num_bytes))]
+            found = make_entry(entry.num_bytes, own)
+            if found != entry:
+                raise CorruptCheckpointError(_describe_change(directory / name, entry, found))
+
+
+def _check_place(directory: Path, name: str, entry: FileEntry, mode: str) -> None:
+    path = directory / name
+    num_bytes = check_regular(path, directory).st_size
+    if mode != "off" and num_bytes != entry.num_bytes:
+        raise CorruptCheckpointError(
+            f"{path.absolute()} has {num_bytes} bytes, and {entry.num_bytes} were written; it was cut or "
+            f"changed after the save. Load another checkpoint, or {_IF_CHANGED_ON_PURPOSE}"
+        )
+
+
+def _describe_change(path: Path, expected: FileEntry, found: FileEntry) -> str:
+    where = ""
+    if expected.blocks:
+        pairs = enumerate(zip(expected.blocks, found.blocks, strict=False))
+        changed = [index for index, (a, b) in pairs if a != b]
+        where = f" (first in the {BLOCK_BYTES >> 20} MiB at byte {changed[0] * BLOCK_BYTES:,})" if changed else ""
+    return (
+        f"{path.absolute()} was changed after the save{where}: its {CHECKSUM} is {found.checksum}, and "
+        f"{expected.checksum} was written. Load another checkpoint, or {_IF_CHANGED_ON_PURPOSE}"
+    )

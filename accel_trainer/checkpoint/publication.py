@@ -1,0 +1,462 @@
+"""A checkpoint directory appears under its name only when every rank has written its files, and all are on the disk.
+
+The order of a save, each step on every rank before the next:
+
+1. rank 0 makes `.tmp-NAME-XXXXXXXX` beside the target and broadcasts its name;
+2. each rank writes its files there, hashing while it writes, and brings each of them and its directory to the disk;
+3. the ranks vote: an error removes the directory, and all ranks raise;
+4. rank 0 gathers the tables of written files; it writes manifest.json, then COMMITTED with its sha256, and brings them
+   and the directory to the disk;
+5. rank 0 renames the directory, and brings its parent to the disk: a rename is durable with its directory only;
+6. the ranks vote again. Only then may retention remove an older checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch.distributed as dist
+from torch import Tensor
+
+from accel_trainer.checkpoint.boxes import Box
+from accel_trainer.checkpoint.checksums import FileEntry, HashingFile, hash_file
+from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_path, write_durably
+from accel_trainer.checkpoint.lock import DirectoryLock, lock_of
+from accel_trainer.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MARKER_NAME,
+    Manifest,
+    TensorEntry,
+    check_name,
+    list_files,
+    used_versions,
+)
+from accel_trainer.checkpoint.names import check_target, publish_name, remove_tree, sweep
+from accel_trainer.checkpoint.safetensors_file import (
+    LazyTensor,
+    StagingMemory,
+    dtype_name,
+    tensor_file_bytes,
+    write_tensor_file,
+)
+from accel_trainer.errors import CheckpointNotFoundError, ConfigError, ProcessGroupError
+from accel_trainer.runtime.fault_point import fault_point
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
+
+Slices = Mapping[str, tuple[Sequence[int], Sequence[int]]]
+"""Shape of the full tensor and offsets in it, for each tensor that is a shard."""
+
+
+class StagedDirectory(os.PathLike[str]):
+    """A directory that becomes a checkpoint when it is committed; `staged / "name"` is a path in it.
+
+    Each rank has its own, over one directory (one per node with `each_node`), and writes files under names that no
+    other rank uses. Files that are written by path and not adopted are adopted at the end, by the committing rank.
+
+    When it is given memory, `write_tensors` and `write_json` keep copies, and `write_deferred` writes them, on any
+    thread. The other methods act at once.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        step: int | None = None,
+        *,
+        commits: bool = True,
+        memory: StagingMemory | None = None,
+        ranks: Sequence[int] = (0,),
+    ) -> None:
+        self.path = path
+        self.ranks = ranks
+        """The ranks that write into it."""
+        self.commits = commits
+        """Whether this rank commits the directory: it writes the files that would be the same on every rank."""
+        self.step = step
+        self.files: dict[str, FileEntry] = {}
+        self.tensors: dict[str, dict[str, TensorEntry]] = {}
+        self.metadata: dict[str, Any] = {}
+        """For the manifest, as JSON; that of the committing rank counts."""
+        self._memory = memory
+        self._deferred: list[Callable[[], None]] = []
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.path)!r})"
+
+    def write_tensors(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor | LazyTensor],
+        *,
+        slices: Slices | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write a safetensors file, one tensor at a time; the caller's tensors are neither copied nor kept.
+
+        Args:
+            tensors: tensors, or callables with `dtype` and `shape` that return one when its turn comes.
+            slices: of tensors that are shards.
+
+        Raises:
+            ConfigError: the name is not a plain one, or was written before; a dtype is unknown to the format.
+            DiskFullError: there is no room.
+        """
+        self._claim(name)
+        entries = {key: _tensor_entry(key, tensor, (slices or {}).get(key)) for key, tensor in tensors.items()}
+        if self._memory is not None:
+            fault_point("stage", self.step)
+            tensors = self._memory.copy(tensors)
+
+        def write() -> None:
+            need = tensor_file_bytes(tensors)
+            check_space(self.path, need)
+            with self._create(name, need) as file:
+                write_tensor_file(file, tensors, metadata)
+            self.tensors[name] = entries
+
+        self._write(write)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        if self._memory is None:
+            write()
+        else:
+            self._deferred.append(write)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write plain data, such as `json.dumps` takes."""
+        self._claim(name)
+        self._write(partial(self._write_bytes, name, json.dumps(value).encode()))
+
+    def _write_bytes(self, name: str, text: bytes) -> None:
+        with self._create(name, len(text)) as file:
+            file.write(text)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        """Open a new file to write into, for `torch.save` and the like; it cannot seek."""
+        self._claim(name)
+        with self._create(name) as file:
+            yield file
+
+    @contextmanager
+    def _create(self, name: str, need_bytes: int | None = None) -> Iterator[BinaryIO]:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with explain_full_disk(path, need_bytes):
+            try:
+                with HashingFile(path, on_chunk=partial(fault_point, "save.mid_shard", self.step, path)) as file:
+                    yield cast(BinaryIO, file)
+                fault_point("save.after_shard", self.step, path)
+            except Exception:
+                path.unlink(missing_ok=True)  # incomplete, and on a full disk a retry needs its room
+                raise
+            assert file.entry is not None
+            self.files[name] = file.entry
+
+    def adopt(self, name: str) -> None:
+        """Record a file, or a folder with all its files, that was written by path; it is read once to be hashed.
+
+        Raises:
+            CheckpointNotFoundError: it is not there.
+            ConfigError: it is a link.
+        """
+        path = self.path / name
+        if path.is_symlink() or not path.exists():
+            kind = ConfigError if path.is_symlink() else CheckpointNotFoundError
+            raise kind(f"{path.absolute()} was to be part of a checkpoint; expected a file or a folder")
+        if path.is_dir():
+            for child in sorted(path.iterdir()):
+                self.adopt(f"{name}/{child.name}")
+        elif name not in self.files:
+            check_name(name)
+            fsync_path(path)
+            self.files[name] = hash_file(path)
+
+    def _claim(self, name: str) -> None:
+        check_name(name)
+        if name in self.files or (self.path / name).exists():
+            raise ConfigError(f"{name!r} is in {self.path.absolute()} already; each file is written once")
+
+    def write_deferred(self) -> None:
+        """Write the copies that are not written yet, if there are any."""
+        if self._memory is not None:
+            self._memory.wait()
+        while self._deferred:
+            # Removed after it has been written: where the disk fails here, a retry goes on with this file.
+            self._deferred[0]()
+            del self._deferred[0]
+
+    def sync_directories(self) -> None:
+        """Bring the names of this rank's files to the disk."""
+        # Up to the top: a name is durable with its directory, and that one with the directory above it (fsync(2)).
+        for folder in sorted({(self.path / name).parent for name in self.files}, reverse=True):
+            while folder != self.path:
+                fsync_path(folder)
+                folder = folder.parent
+        fsync_path(self.path)
+
+
+def _tensor_entry(
+    name: str, tensor: Tensor | LazyTensor, place: tuple[Sequence[int], Sequence[int]] | None
+) -> TensorEntry:
+    dtype, sizes = dtype_name(tensor.dtype), tuple(int(length) for length in tensor.shape)
+    if place is None:
+        return TensorEntry(dtype, sizes)
+    shape, offsets = (tuple(int(number) for number in numbers) for numbers in place)
+    if not Box(offsets, sizes).fits(shape):
+        raise ConfigError(f"the shard {sizes} of tensor {name!r} does not lie at {offsets} of {shape}")
+    return TensorEntry(dtype, shape, offsets, sizes)
+
+
+Tables = tuple[dict[str, FileEntry], dict[str, dict[str, TensorEntry]]]
+"""The files and the tensors that a rank has written."""
+
+
+def _error_of(action: Callable[[], object]) -> BaseException | None:
+    """Return the error of an action, this rank's vote."""
+    try:
+        action()
+    except (Exception, SystemExit) as error:
+        return error
+    return None
+
+
+class Publication:
+    """One save, from the temporary directory to the name; every rank enters it and calls `commit`.
+
+        with Publication(target, process) as staged:
+            ...
+        publication.commit()
+
+    An error of the block is kept: it is this rank's vote in `vote` and `commit`.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        process: ProcessContext,
+        *,
+        step: int | None = None,
+        each_node: bool = False,
+        need_bytes: int = 0,
+        memory: StagingMemory | None = None,
+        owns_name: bool = False,
+        is_locked: bool = False,
+    ) -> None:
+        """Describe the save; nothing happens yet.
+
+        Args:
+            step: number of the checkpoint, for its manifest.
+            each_node: every node has a disk of its own, and commits the files of its ranks; rank 0's vote decides.
+            need_bytes: size of the files of this rank; the sum over the ranks is compared with the free space.
+            memory: for copies of the files until `commit`; see StagedDirectory.
+            owns_name: a directory of that name is replaced with all its files, also those that no checkpoint wrote.
+            is_locked: the caller holds the lock of the directory around it; otherwise `target` has one for this save.
+        """
+        # Of a link that the user has named, the target is replaced; one among a run's checkpoints is replaced itself.
+        real = os.path.realpath
+        self.target = Path(real(target.parent), target.name) if is_locked else Path(real(target))
+        self.process = process
+        self.step = step
+        self.commits = process.is_local_main if each_node else process.is_main
+        self._first = process.rank - process.local_rank if each_node else 0
+        self._each_node = each_node
+        self._need_bytes = need_bytes
+        self._memory = memory
+        self._owns_name = owns_name
+        self._is_locked = is_locked
+        self._section = f"save of {target}"
+        self._leftover: Path | None = None
+        self._lock: DirectoryLock | None = None
+        self._error: BaseException | None = None
+        self.staged: StagedDirectory | None = None
+        self.num_bytes = 0
+        """Size of the checkpoint, once it is committed; of this node's files with `each_node`."""
+
+    def _ranks(self) -> range:
+        """Return the ranks that write into this rank's directory."""
+        last = self._first + self.process.local_world_size if self._each_node else self.process.world_size
+        return range(self._first, min(last, self.process.world_size))
+
+    def __enter__(self) -> StagedDirectory:
+        """Make the temporary directory, and return it on every rank. Collective.
+
+        Raises:
+            ConfigError: the target is a file, or a directory that holds something else than a checkpoint.
+            CheckpointLockedError: another run is saving to it.
+            DiskFullError: there is no room.
+            ProcessGroupError: another rank failed.
+        """
+        error = _error_of(partial(fault_point, "save.begin", self.step))
+        # Before the directory exists: where one rank cannot begin, nothing has to be removed.
+        needs = gather_or_raise(self.process, self._section, error, self._need_bytes)
+        name = f".tmp-{self.target.name}-{uuid.uuid4().hex[:8]}"
+        if self.commits:
+            error = _error_of(partial(self._make, name, sum(needs[rank] for rank in self._ranks())))
+        try:
+            # Also a barrier: no rank writes into the directory before the committing rank has made it.
+            names = gather_or_raise(self.process, self._section, error, name)
+        except BaseException:
+            self.abandon(self.target.parent / name)
+            raise
+        # The committing rank is the first of those whose files it commits.
+        path = self.target.parent / names[self._first]
+        self.staged = StagedDirectory(path, self.step, commits=self.commits, memory=self._memory, ranks=self._ranks())
+        self._error = _error_of(partial(fault_point, "save.tmp_made", self.step))
+        return self.staged
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if error is None:
+            return False
+        # Kept and not raised: the others are on their way to the vote, and would wait there for this rank. Ctrl-C is
+        # raised at once: whoever presses it waits for no vote.
+        if isinstance(error, Exception | SystemExit):
+            self._error = error
+            return True
+        self.abandon()
+        return False
+
+    def _make(self, name: str, need_bytes: int) -> None:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        if not self._is_locked:
+            self._lock = DirectoryLock.take(lock_of(self.target))
+        # After the lock: what has this name and is not ours by now was left by a dead run.
+        sweep(self.target.parent, self.target.name)
+        if not self._owns_name:
+            check_target(self.target)
+        # After the sweep, which makes room; for all ranks at once, of which each sees the same free space.
+        check_space(self.target.parent, need_bytes)
+        (self.target.parent / name).mkdir()
+
+    def vote(self) -> None:
+        """Raise on all ranks if the block failed on one of them; nothing is left of the save then. Collective."""
+        try:
+            gather_or_raise(self.process, self._section, self._error)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def commit(self, group: dist.ProcessGroup | None = None, *, keeps: bool = False) -> Path:
+        """Vote, and publish the directory under its name when all ranks have written their files. Collective.
+
+        Args:
+            group: whose ranks vote; a group of its own where a thread calls this.
+            keeps: the staged directory outlives a failure, to be committed by another call, until `abandon`.
+
+        Returns:
+            The name.
+
+        Raises:
+            ProcessGroupError: another rank failed; nothing was published, and an older checkpoint is still there.
+        """
+        staged = self.staged
+        assert staged is not None
+        is_over = not keeps
+        try:
+            # Every rank brings its files to the disk before it votes: after the vote any of them may die.
+            error = self._error or _error_of(partial(self._finish_writing, staged))
+            firsts = gather_or_raise(self.process, self._section, error, self._first, group)
+            tables = self._gather_tables(staged, sorted(set(firsts)), group)
+            # The second vote: before the rename is durable no rank calls it saved, and none removes an older one.
+            with raise_together(self.process, f"publication of {self.target}", group):
+                fault_point("save.after_vote", self.step)
+                self._publish(staged, tables)
+            is_over = True
+        finally:
+            if is_over:
+                self.abandon(self._leftover)
+        return self.target
+
+    def abandon(self, leftover: Path | None = None) -> None:
+        """Remove a staged directory that was not committed, and `leftover`, and release the lock."""
+        if self.commits:
+            for path in (leftover, self.staged.path if self.staged is not None else None):
+                if path is not None:
+                    remove_tree(path)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _finish_writing(self, staged: StagedDirectory) -> None:
+        staged.write_deferred()
+        staged.sync_directories()
+        fault_point("save.before_vote", self.step)
+
+    def _gather_tables(
+        self, staged: StagedDirectory, firsts: list[int], group: dist.ProcessGroup | None
+    ) -> dict[int, Tables]:
+        """Return the tables of each rank of this directory, on the rank that commits it: of `firsts`. Collective."""
+        own = (staged.files, staged.tensors)
+        if not self.process.is_distributed:
+            return {self.process.rank: own}
+        tables: dict[int, Tables] = {}
+        for first in firsts:
+            # gather, not all_gather: the tables of many ranks are large, and one rank per directory needs them.
+            gathered: list[Any] | None = [None] * self.process.world_size if first == self.process.rank else None
+            dist.gather_object(own if first == self._first else None, gathered, dst=first, group=group)
+            tables |= {rank: table for rank, table in enumerate(gathered or []) if table is not None}
+        return tables
+
+    def _publish(self, staged: StagedDirectory, tables: dict[int, Tables]) -> None:
+        """Write the manifest and the marker, and rename; other ranks pass the same fault points."""
+        if self.commits:
+            with explain_full_disk(staged.path):
+                self._write_manifest(staged, tables)
+        # Of every rank, not of the committing one alone: the fault matrix kills any of them at each point.
+        fault_point("save.manifest_written", self.step)
+        if self.commits:
+            fsync_path(staged.path)
+        fault_point("save.before_rename", self.step)
+        if self.commits:
+            # Removed by `abandon` after the vote: until then all ranks know of the older checkpoint alone.
+            self._leftover = publish_name(staged.path, self.target)
+        fault_point("save.after_rename", self.step)
+
+    def _write_manifest(self, staged: StagedDirectory, tables: dict[int, Tables]) -> None:
+        files: dict[str, FileEntry] = {}
+        tensors: dict[str, Mapping[str, TensorEntry]] = {}
+        for rank in self._ranks():
+            own_files, own_tensors = tables[rank]
+            twice = sorted(files.keys() & own_files.keys())
+            if twice:
+                raise ConfigError(f"rank {rank} and a lower one both wrote {twice[0]!r}; give each rank its own names")
+            files |= own_files
+            tensors |= own_tensors
+        present = set(list_files(staged.path))
+        missing = sorted(files.keys() - present)
+        if missing:
+            raise ProcessGroupError(
+                f"{missing[0]!r} was written and is not in {staged.path.absolute()} on rank {self.process.rank}: the "
+                "ranks do not see one disk. Save to a shared one, or set ProjectConfiguration(save_on_each_node=True)"
+            )
+        # What engines and hooks of the user wrote by path, which no table names.
+        for name in sorted(present - files.keys()):
+            staged.adopt(name)
+            files[name] = staged.files[name]
+        staged.sync_directories()
+        manifest = Manifest(
+            world_size=self.process.world_size,
+            step=self.step,
+            files=files,
+            tensors=tensors,
+            metadata=staged.metadata,
+            versions=used_versions(),
+        )
+        self.num_bytes = manifest.num_bytes
+        text = manifest.encode()
+        write_durably(staged.path / MANIFEST_NAME, text)
+        # Last, after the fsync of the manifest: a marker that reaches the disk first would certify a torn one.
+        write_durably(staged.path / MARKER_NAME, manifest.digest(text))

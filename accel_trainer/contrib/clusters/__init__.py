@@ -1,0 +1,1 @@
+"""Jobs of other machines: the files with which SLURM and Kubernetes start the launcher."""

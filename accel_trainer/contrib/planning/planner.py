@@ -1,0 +1,570 @@
+"""The plan of a layout: the memory of a rank and the collectives of a step, without the ranks.
+
+A model is prepared by its strategy as in a job, among ranks that do not exist, and takes one step on tensors without
+memory. What is planned is what the engine does, and no formula of it: every storage that comes and goes is counted, and
+every collective. 4,096 ranks take no longer than 8 but for the engine's own cutting of parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from accel_trainer.checkpoint.shards import local_tensor
+from accel_trainer.config import Resolved
+from accel_trainer.config.parallel import AxisSizes, axis_sizes
+from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.precision import build_precision
+from accel_trainer.registry import load_strategy
+from accel_trainer.runtime.process import ProcessContext, destroy_process_group
+from accel_trainer.runtime.torch_private import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    GROUPED_MM,
+    UNIT_EXCHANGES,
+    OperationMode,
+    clear_dtensor_caches,
+    fake_tensors,
+    join_fake_group,
+    joined_groups,
+    tree_leaves,
+)
+from accel_trainer.strategies.api import TrainJob, TrainUnit
+
+PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "unsharded", "exchange", "activations")
+"""What memory is for: `unsharded` are the gathered parameters of units, `exchange` flat buffers that collectives
+read and write, `activations` what the forward keeps for the backward, temporaries and gradients not reduced yet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One step of one rank."""
+
+    batch: int = 1
+    """Rows that a rank reads at once, together with the ranks that read the same."""
+    sequence: int = 2048
+    """Tokens of a row."""
+    dtype: torch.dtype = torch.float32
+    """Of the weights; mixed precision comes from the configuration."""
+    optimizer: str = "AdamW"
+    """A class of torch.optim, in any case."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """The speeds that turn bytes and operations into seconds."""
+
+    ranks_per_node: int = 8
+    bandwidth: float = 50.0
+    """GB/s that a rank sends to other machines."""
+    node_bandwidth: float = 300.0
+    """GB/s that a rank sends within its machine."""
+    teraflops: float = 400.0
+    """10^12 operations of matrix products in a second, as a rank sustains them."""
+
+
+class Exchange(NamedTuple):
+    """The collectives of one kind over one axis, in a step."""
+
+    kind: str
+    axis: str
+    """The axes along which the ranks differ that take part."""
+    num_ranks: int
+    calls: int
+    num_bytes: int
+    """Of the full tensors, over all calls."""
+    seconds: float
+    is_awaited: bool
+    """Whether the computation waits for it: it carries activations, not parameters or gradients."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutPlan:
+    """Memory and collectives of one rank; sizes in bytes, times in seconds, of one update."""
+
+    strategy: str
+    sizes: Mapping[str, int]
+    """Of the axes, and of `ep`, which is a part of dp_shard x sp."""
+    num_readers: int
+    recomputes: bool
+    """Whether activations are checkpointed."""
+    assumes_balance: bool
+    """Whether it is a mixture, each of whose experts is assumed to get as many tokens as the others."""
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    unsharded: int
+    """Gathered units, at the moment with most of them."""
+    activations: int
+    """At the end of the forward."""
+    peak: int
+    peak_parts: Mapping[str, int]
+    """Of `peak`, by what they are for."""
+    exchanges: Sequence[Exchange]
+    flops: int
+    compute_seconds: float
+    exchange_seconds: float
+    exposed_seconds: float
+    """Of the exchange, that which no computation hides."""
+    rows: int
+    """Of an update over all ranks."""
+
+    @property
+    def seconds_per_row(self) -> float:
+        """Time of an update, computation and exposed exchange, for each row of it."""
+        return (self.compute_seconds + self.exposed_seconds) / self.rows
+
+
+@contextmanager
+def fake_job(world_size: int, local_world_size: int, rank: int = 0) -> Iterator[ProcessContext]:
+    """Be a rank of a job whose other ranks do not exist, until the block is left: collectives move nothing."""
+    if dist.is_initialized():
+        raise ConfigError(
+            "layouts are planned among ranks that do not exist, and this process has joined a job; plan in a process "
+            "of its own: accel-trainer estimate"
+        )
+    join_fake_group(rank, world_size)
+    try:
+        yield ProcessContext(rank, rank % local_world_size, world_size, local_world_size, torch.device("cpu"), "fake")
+    finally:
+        destroy_process_group()
+        clear_dtensor_caches()  # else meshes of the next job may be those of this one
+
+
+def plan_layout(
+    model: nn.Module, resolved: Resolved, num_processes: int, workload: Workload, cluster: Cluster
+) -> LayoutPlan:
+    """Return the plan of rank 0 of a job. The model, on the meta device, is used up.
+
+    Args:
+        resolved: its strategy is one of ours but DeepSpeed's, which allocates by itself.
+
+    Raises:
+        ConfigError: the configuration does not make such a job, or the model's step depends on values.
+    """
+    strategy_name = _strategy_of(resolved, num_processes)
+    with fake_job(num_processes, min(cluster.ranks_per_node, num_processes)) as process:
+        sizes = axis_sizes(resolved.config, resolved.describe, num_processes, process.num_nodes)
+        replicas = num_processes if strategy_name == "ddp" else 1
+        strategy = load_strategy("single" if strategy_name == "ddp" else strategy_name)
+        strategy.readers(resolved, process)
+        recomputes = strategy.capabilities.shards_parameters and resolved.config.fsdp.activation_checkpointing
+        options: Any = getattr(model, "config", None)
+        if recomputes and options is not None:
+            options.use_cache = False  # as transformers' Trainer has it, and without the warning
+        precision = build_precision(resolved.config.mixed_precision, process.device)
+        job = TrainJob(model.to(workload.dtype).train(), [], resolved, device_placement=False)
+        in_shards = strategy.capabilities.shards_parameters
+        if in_shards:  # on meta: 4,096 shards of a tensor are as many views
+            unit = strategy.prepare(job, precision, process)
+        with fake_tensors():
+            model.to_empty(device="cpu")
+            if not in_shards:
+                unit = strategy.prepare(job, precision, process)
+            step = _Step(unit, resolved, workload)
+            # Its ranks pass over the rows of each other's experts.
+            step.ledger.share_of_experts = 1 / sizes.tp
+            step.run()
+        measured = _measure(step, resolved.config.ddp.gradient_as_bucket_view if replicas > 1 else None)
+        calls = step.ledger.calls
+        if replicas > 1:
+            buckets = max(1, round(measured["gradients"] / 2**20 / resolved.config.ddp.bucket_cap_mb))
+            calls = [_Call("all_reduce", tuple(range(replicas)), measured["gradients"] // buckets, buckets)]
+        num_steps = resolved.config.accumulation.num_steps
+        return LayoutPlan(
+            strategy=strategy_name,
+            sizes={**sizes._asdict(), "ep": resolved.config.parallel.ep_size},
+            num_readers=sizes.num_readers,
+            recomputes=recomputes,
+            assumes_balance=step.ledger.has_experts,
+            flops=step.ledger.flops,
+            rows=workload.batch * sizes.num_readers * num_steps,
+            **measured,
+            **_times(calls, sizes, cluster, step.ledger.flops),
+        )
+
+
+def _strategy_of(resolved: Resolved, num_processes: int) -> str:
+    name = resolved.config.strategy
+    if name == "auto":
+        return "ddp" if num_processes > 1 else "single"
+    if name == "deepspeed":
+        raise ConfigError(
+            f"{resolved.describe('strategy')} allocates its memory by itself, and its layouts are not planned; plan "
+            "strategy 'fsdp2', which shards what ZeRO stage 3 does, or ask deepspeed.runtime.zero.stage3"
+        )
+    if resolved.config.fsdp.offload_params:
+        raise ConfigError(
+            f"{resolved.describe('fsdp.offload_params')} keeps shards in the host's memory, and the plan is that of "
+            "one device; plan without it, and take parameters, gradients and optimizer state away"
+        )
+    return name
+
+
+# --- a step on tensors without memory ---------------------------------------------------------------------------------
+
+
+class _Step:
+    """An update of a prepared model, and the ledger of it."""
+
+    def __init__(self, unit: TrainUnit, resolved: Resolved, workload: Workload) -> None:
+        self.unit, self.accumulation = unit, resolved.config.accumulation
+        self.ledger = _Ledger()
+        self.batch = _build_batch(unit.module, workload)
+        self.optimizer = _optimizer_class(workload.optimizer)
+        self.end_of_forward = 0
+        """The number of events before the first backward."""
+
+    def run(self) -> None:
+        """Take the step. Micro-batches before the last one are alike, and one stands for them."""
+        module = self.unit.module
+        for tensor in (*module.parameters(), *module.buffers(), *self.batch.values()):
+            self.ledger.hold(local_tensor(tensor))
+        optimizer = self.optimizer(module.parameters(), lr=1e-3)
+        self.unit.bind_optimizer(optimizer)
+        num_steps, each = self.accumulation.num_steps, self.accumulation.sync_each_batch
+        micro_batches = [(1, True)] if num_steps == 1 else [(num_steps - 1, each), (1, True)]
+        with self.ledger, _noting_resizes(self.ledger):
+            for self.ledger.weight, syncs in micro_batches:
+                self.unit.set_gradient_sync(syncs)
+                try:
+                    loss = _loss_of(self.unit.model(**self.batch))
+                except (RuntimeError, AssertionError) as error:
+                    raise ConfigError(
+                        f"{type(module).__name__} cannot take a step on tensors without values "
+                        f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); plans are for models "
+                        "in which no shape and no branch depends on values"
+                    ) from error
+                self.end_of_forward = self.end_of_forward or len(self.ledger.events)
+                self.unit.backward(loss)
+                del loss
+            trained: list[Any] = [p for p in module.parameters() if p.grad is not None]
+            self.gradients = [p.grad for p in trained]
+            # One of each kind is updated, a dozen instead of 290 in a 7B: each has the state and the temporaries of
+            # all that are like it, and torch.optim's updates on a CPU take one parameter after the other.
+            first = {_kind_of_parameter(p): p for p in reversed(trained)}
+            optimizer.param_groups[0]["params"] = list(first.values())
+            self.unit.step()
+        states = (optimizer.state[first[_kind_of_parameter(p)]] for p in trained)
+        self.states = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+
+def _kind_of_parameter(parameter: Any) -> tuple[Any, ...]:
+    """Return what a parameter's update depends on, but for its values."""
+    placed = (parameter.placements, parameter.device_mesh) if isinstance(parameter, DTensor) else ()
+    return parameter.shape, parameter.stride(), parameter.dtype, parameter.grad.dtype, *placed
+
+
+def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+    known = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    if name.lower() not in known:
+        raise ConfigError(
+            f"there is no optimizer {name!r} in torch.optim{did_you_mean(name.lower(), known) or '.'} Known: "
+            f"{', '.join(known)}"
+        )
+    return known[name.lower()]
+
+
+_LABELS_PER_ROW = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
+
+
+def _build_batch(model: nn.Module, workload: Workload) -> dict[str, Tensor]:
+    """Return a batch of a model of transformers, with labels where it takes some."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", None)
+    if name == "pixel_values":
+        size = config.image_size
+        shape = (workload.batch, config.num_channels, *((size, size) if isinstance(size, int) else size))
+        inputs = torch.zeros(shape, dtype=workload.dtype)
+    elif name == "input_ids":
+        inputs = torch.zeros((workload.batch, workload.sequence), dtype=torch.long)
+    else:
+        raise ConfigError(
+            f"{type(model).__name__} takes {name or 'inputs that it does not name'}, and batches are made of input_ids "
+            "or pixel_values; plan a model of transformers with one of these"
+        )
+    batch = {str(name): inputs}
+    if "labels" in inspect.signature(model.forward).parameters:
+        per_row = name == "pixel_values" or type(model).__name__.endswith(_LABELS_PER_ROW)
+        batch["labels"] = torch.zeros(inputs.shape[: 1 if per_row else 2], dtype=torch.long)
+    return batch
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    loss = outputs.get("loss")
+    return loss if loss is not None else next(iter(outputs.values())).float().mean()
+
+
+class _Call(NamedTuple):
+    kind: str
+    ranks: tuple[int, ...]
+    num_bytes: int
+    times: int
+    """In an update."""
+    is_of_unit: bool = False
+    """Whether it gathers parameters or reduces gradients of a unit, beside the computation of another."""
+
+
+class _Ledger(OperationMode):
+    """The storages of a step as they come and go, its collectives, and the operations of its matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[int, int]] = []
+        """The number of a storage, and by how many bytes memory grew with it."""
+        self.parts: dict[int, str] = {}
+        """What a storage is for, by its number."""
+        self.calls: list[_Call] = []
+        self.flops = 0
+        self.has_experts = False
+        self.share_of_experts = 1.0
+        """Of the rows of experts' products, those that a rank computes."""
+        self.weight = 1
+        """How often in an update what happens now happens."""
+        self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._sizes: list[int] = []
+        self._ranks = {str(group.group_name): tuple(dist.get_process_group_ranks(group)) for group in joined_groups()}
+
+    def hold(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage, which is counted from now on."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key not in self._known:
+            self._known[key] = (len(self._sizes), weakref.ref(storage, partial(self._drop, key)))
+            self._sizes.append(0)
+            self._count(self._known[key][0], storage.nbytes())
+        return self._known[key][0]
+
+    def _count(self, number: int, num_bytes: int) -> None:
+        self.events.append((number, num_bytes - self._sizes[number]))
+        self._sizes[number] = num_bytes
+
+    def _drop(self, key: int, reference: Any) -> None:
+        self._count(self._known.pop(key)[0], 0)
+
+    def resize(self, storage: Any) -> None:
+        """Count a storage anew whose size has changed: only those of gathered units do."""
+        if id(storage) in self._known:
+            number = self._known[id(storage)][0]
+            self.parts[number] = "unsharded"
+            self._count(number, storage.nbytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, with local tensors
+        if func is torch.ops.prim.device.default:
+            return args[0].device  # half of all calls, each as long as a product's by torch's rules for such tensors
+        result = _run(func, args, kwargs or {})
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.hold(leaf)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._note_collective(func, args, result)
+        else:
+            is_of_experts = func.overloadpacket.__name__ == GROUPED_MM
+            self.has_experts |= is_of_experts
+            flops = _flops_of(func, args, kwargs or {}, result)
+            self.flops += int(self.weight * flops * (self.share_of_experts if is_of_experts else 1))
+        return result
+
+    def _note_collective(self, func: Any, args: Any, result: Any) -> None:
+        kind, ranks = _kind_of(func.overloadpacket.__name__), self._ranks_of(args)
+        if kind is None or ranks is None:
+            return
+        tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in (*args, result)]
+        num_bytes = max(sum(tensor.nbytes for tensor in of_one) for of_one in tensors)
+        is_of_unit = func.overloadpacket.__name__ in UNIT_EXCHANGES
+        self.calls.append(_Call(kind, ranks, num_bytes, self.weight, is_of_unit))
+        if is_of_unit:
+            for tensor in args[:2]:
+                self.parts.setdefault(self.hold(tensor), "exchange")
+
+    def _ranks_of(self, args: Iterable[Any]) -> tuple[int, ...] | None:
+        """Return the ranks that a collective is over: one of its arguments is their group, or its name."""
+        for value in args:
+            if isinstance(value, str) and value in self._ranks:
+                return self._ranks[value]
+            if isinstance(value, torch.ScriptObject):
+                with suppress(RuntimeError):  # a handle of something else: of the operation of a sum, for one
+                    return self._ranks[str(dist.ProcessGroup.unbox(value).group_name)]
+        return None
+
+
+def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    if func.overloadpacket.__name__ == GROUPED_MM and args[0].dtype != torch.bfloat16:
+        # torch's rule for tensors without values is that of GPUs, which have it in bf16 alone; CPUs have it in others.
+        return func(*(each.bfloat16() for each in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
+    return func(*args, **kwargs)
+
+
+def _kind_of(operation: str) -> str | None:
+    """Return the kind of a collective: c10d has several operations of each, some with a `_base_` in their names."""
+    plain = operation.replace("_", "")
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+    return next((kind for kind in kinds if kind.replace("_", "") in plain), None)
+
+
+def _flops_of(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
+    packet = func.overloadpacket
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    name = packet.__name__
+    if name == CPU_ATTENTION:
+        return int(sdpa_flop_count(*(x.shape for x in args[:3])))
+    if name == CPU_ATTENTION_BACKWARD:
+        return int(sdpa_backward_flop_count(*(x.shape for x in args[:4])))
+    if name == GROUPED_MM:
+        return int(2 * args[0].numel() * args[1].shape[-1])
+    return 0
+
+
+@contextmanager
+def _noting_resizes(ledger: _Ledger) -> Iterator[None]:
+    """Tell a ledger of storages that change their size: that is no operation of torch, and FSDP2 frees so."""
+    inherited = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, size: int) -> Any:
+        result = inherited(storage, size)
+        ledger.resize(storage)
+        return result
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage.resize_
+
+
+# --- from the ledger to figures ---------------------------------------------------------------------------------------
+
+
+def _measure(step: _Step, in_buckets: bool | None) -> dict[str, Any]:
+    """Return the fields of a plan that are sizes.
+
+    Args:
+        in_buckets: whether DDP's gradients are views of its buckets; None: there are no buckets.
+    """
+    ledger, module = step.ledger, step.unit.module
+    parameters = [local_tensor(p) for p in module.parameters()]
+    gradients = [local_tensor(gradient) for gradient in step.gradients]
+    states = [local_tensor(state) for state in step.states]
+    named = [("parameters", parameters), ("buffers", module.buffers()), ("gradients", gradients)]
+    for part, tensors in (*named, ("optimizer_state", states)):
+        ledger.parts.update((ledger.hold(tensor), part) for tensor in tensors)
+    sizes = {
+        "parameters": sum(x.nbytes for x in parameters),
+        "gradients": sum(x.nbytes for x in gradients),
+        "optimizer_state": sum(x.nbytes for x in states),
+    }
+    # From the second update on there is state at all times, and DDP has its buckets from the beginning.
+    fixed = {"optimizer_state": sizes["optimizer_state"]}
+    if in_buckets is not None:
+        fixed["gradients" if in_buckets else "exchange"] = sizes["gradients"]
+    return {**sizes, **_replay(ledger, fixed, step.end_of_forward)}
+
+
+def _replay(ledger: _Ledger, fixed: Mapping[str, int], end_of_forward: int) -> dict[str, Any]:
+    """Return the sizes of a plan that are of a moment: storages come and go again, each for a part known by now.
+
+    Args:
+        fixed: parts that are held all the time, as many bytes of each.
+        end_of_forward: the number of events before it.
+    """
+    held = Counter(fixed)
+    total = peak = sum(fixed.values())
+    peak_parts, unsharded, activations = Counter(fixed), 0, 0
+    for index, (number, num_bytes) in enumerate(ledger.events, start=1):
+        part = ledger.parts.get(number, "activations")
+        if part not in fixed or part == "exchange":
+            held[part] += num_bytes
+            total += num_bytes
+        if total > peak:
+            peak, peak_parts = total, held.copy()
+        unsharded = max(unsharded, held["unsharded"])
+        if index == end_of_forward:
+            activations = held["activations"]
+    parts = {part: peak_parts[part] for part in PARTS}
+    return {"unsharded": unsharded, "activations": activations, "peak": peak, "peak_parts": parts}
+
+
+_LINKS = {"all_reduce": 2}
+"""How often a rank sends its share; once in collectives that are not named."""
+
+
+def _seconds(call: _Call, cluster: Cluster) -> float:
+    """Return how long a collective takes over a ring, whose links between machines all ranks of one share."""
+    num_ranks = len(call.ranks)
+    num_nodes = len({rank // cluster.ranks_per_node for rank in call.ranks})
+    speed = cluster.node_bandwidth
+    if num_nodes > 1:
+        speed = cluster.bandwidth * num_ranks / num_nodes
+        speed = min(speed, cluster.node_bandwidth) if num_ranks > num_nodes else speed
+    return _LINKS.get(call.kind, 1) * call.num_bytes * (num_ranks - 1) / num_ranks / (speed * 1e9)
+
+
+def _times(calls: Sequence[_Call], sizes: AxisSizes, cluster: Cluster, flops: int) -> dict[str, Any]:
+    """Return the fields of a plan that are collectives and times."""
+    calls = [call for call in calls if len(call.ranks) > 1]
+    exchanges = _exchanges(calls, sizes, cluster)
+    compute = flops / (cluster.teraflops * 1e12)
+    awaited = sum(each.seconds for each in exchanges if each.is_awaited)
+    hidden = sum(each.seconds for each in exchanges if not each.is_awaited)
+    others = [call for call in calls if not _is_awaited(call, sizes)]
+    # The first units are gathered before there is anything to compute, the last gradients reduced when all is done.
+    ends = sum(_seconds(call, cluster) for call in (*others[:1], *others[-1:]))
+    return {
+        "exchanges": exchanges,
+        "compute_seconds": compute,
+        "exchange_seconds": awaited + hidden,
+        "exposed_seconds": awaited + min(hidden, max(hidden - compute, ends)),
+    }
+
+
+def _exchanges(calls: Iterable[_Call], sizes: AxisSizes, cluster: Cluster) -> tuple[Exchange, ...]:
+    groups: dict[tuple[str, tuple[int, ...], bool], list[_Call]] = defaultdict(list)
+    for call in calls:
+        groups[call.kind, call.ranks, _is_awaited(call, sizes)].append(call)
+    return tuple(
+        Exchange(
+            kind=kind,
+            axis=" x ".join(_axes_of(ranks, sizes)),
+            num_ranks=len(ranks),
+            calls=sum(call.times for call in same),
+            num_bytes=sum(call.times * call.num_bytes for call in same),
+            seconds=sum(call.times * _seconds(call, cluster) for call in same),
+            is_awaited=is_awaited,
+        )
+        for (kind, ranks, is_awaited), same in groups.items()
+    )
+
+
+def _is_awaited(call: _Call, sizes: AxisSizes) -> bool:
+    """Whether the computation waits: for all but parameters, and gradients that are summed over readers."""
+    is_of_gradients = call.kind == "all_reduce" and any(axis.startswith("dp_") for axis in _axes_of(call.ranks, sizes))
+    return not (call.is_of_unit or is_of_gradients)
+
+
+def _axes_of(ranks: Sequence[int], sizes: AxisSizes) -> list[str]:
+    """Return the axes of the job's mesh along which ranks differ."""
+    axes, inner = [], 1
+    for axis, size in reversed(sizes._asdict().items()):
+        if len({rank // inner % size for rank in ranks}) > 1:
+            axes.append(axis)
+        inner *= size
+    return axes[::-1]

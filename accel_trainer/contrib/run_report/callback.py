@@ -1,0 +1,235 @@
+"""A run explains itself: its record, the blocks of its beginning and its end in the log, and its page.
+
+The record holds how it was set up, its throughput and memory, and where its time went; checkpoints keep it.
+"""
+
+from __future__ import annotations
+
+import logging as standard_logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from accel_trainer import logging
+from accel_trainer.accelerator.options import SetOption
+from accel_trainer.checkpoint.changed_run import RECORD_KEY
+from accel_trainer.contrib.run_report.charts import format_number
+from accel_trainer.contrib.run_report.page import describe_peaks, describe_seconds, write_page
+from accel_trainer.contrib.run_report.recorded_run import PAGE_NAME, build_run
+from accel_trainer.contrib.run_report.setup import (
+    Duplicates,
+    RunLengths,
+    describe_options,
+    describe_setup,
+    log_lines,
+)
+from accel_trainer.runtime import collectives
+from accel_trainer.runtime.memory import memory_in_use, peak_memory
+from accel_trainer.trainer.arguments.training_arguments import list_options
+from accel_trainer.trainer.run_clock import RunClock, RunObserver
+
+if TYPE_CHECKING:
+    from accel_trainer import Trainer
+
+logger = logging.get_logger(__name__)
+# The blocks are upstream's lines: users set their verbosity with `log_level` and with the switches of transformers.
+upstream_logger = standard_logging.getLogger("transformers.trainer")
+
+_MAX_POINTS = 400
+"""Of throughput and memory: they go into the manifest of every checkpoint."""
+
+Point = tuple[int, float, int | None]
+"""Update, samples per second since the point before, bytes of memory in use."""
+
+
+class RunReport(RunObserver):
+    """Account of a run by itself. Rank 0's is shown; every rank has one, since the last figures are gathered."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Take the Trainer that it is a callback of."""
+        self.trainer = trainer
+        self._setup: list[tuple[str, str]] = []
+        self._options: list[SetOption] = []
+        self._points: list[Point] = []
+        self._duplicates = Duplicates()
+        self._clock: RunClock | None = None
+        """Of the train() that has begun its updates."""
+        self._begun_at = 0
+        """The update after which the run goes on."""
+        self._last_point = (0, 0.0)
+        """The update of the last point, and the seconds of work until then."""
+        self._final: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """The run's."""
+        args = self.trainer.args
+        return args.run_name or Path(args.output_dir).absolute().name
+
+    # --- begin -----------------------------------------------------------------------------------------------------
+
+    def begin(self, model: nn.Module) -> None:
+        """Log the block of the beginning. No event calls it: upstream logs its own block before on_train_begin."""
+        self._setup = describe_setup(self.trainer, model, RunLengths(*self.trainer.run_lengths))
+        self._options = list_options(self.trainer.args)
+        self.close()
+        upstream_logger.info(log_lines("Running training", [*self._setup, *describe_options(self._options)]))
+        upstream_logger.addFilter(self._duplicates)
+
+    def close(self) -> None:
+        """Let upstream log all of its lines again."""
+        upstream_logger.removeFilter(self._duplicates)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take note that the first update is next."""
+        trainer, clock = self.trainer, self.trainer.run_clock
+        if self._clock is clock:
+            return
+        self._clock, self._begun_at = clock, state.global_step
+        clock.end_startup(trainer.run_checkpoints.metrics.stalled_seconds)
+        self._last_point, self._points = (self._begun_at, self._work_seconds()), []
+        resumption = trainer.run_checkpoints.resumption
+        if resumption is not None and resumption.manifest is not None:
+            earlier = resumption.manifest.metadata.get(RECORD_KEY, {}).get("points", ())
+            self._points = [(step, rate, memory) for step, rate, memory in earlier if step <= self._begun_at]
+
+    # --- meanwhile -------------------------------------------------------------------------------------------------
+
+    def _work_seconds(self) -> float:
+        """Return the seconds until now in which updates were trained."""
+        clock, stalled = self.trainer.run_clock, self.trainer.run_checkpoints.metrics.stalled_seconds
+        return clock.seconds - clock.startup_seconds - clock.evaluation_seconds - stalled
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add throughput and memory of now to the curves; at the last log gather the figures of all ranks. Collective.
+
+        Upstream's log of a loss has waited for the device, and its last one comes before a best model is loaded.
+        """
+        if "loss" in logs:
+            self._add_point(state.global_step)
+        elif "train_runtime" in logs:
+            self._final = self._finish()
+
+    def _add_point(self, step: int) -> None:
+        last_step, last_seconds = self._last_point
+        if step == last_step:
+            return
+        self.trainer.run_clock.take_sample(step - last_step)
+        seconds = self._work_seconds()
+        throughput = (step - last_step) * self._update_batch / max(seconds - last_seconds, 1e-9)
+        self._points.append((step, round(throughput, 3), memory_in_use(self.trainer.accelerator.device)))
+        if len(self._points) > _MAX_POINTS:
+            del self._points[::2]
+        self._last_point = (step, seconds)
+
+    @property
+    def _update_batch(self) -> int:
+        return RunLengths(*self.trainer.run_lengths).update_batch
+
+    def to_plain(self, peaks: Sequence[int] = (), num_tokens: int = 0) -> dict[str, Any]:
+        """Return the record until now as plain values, for JSON. Not collective.
+
+        Args:
+            peaks: bytes of memory by rank; this rank's alone where they have not been gathered.
+            num_tokens: of all ranks; 0 where they are not known.
+        """
+        trainer = self.trainer
+        seconds = trainer.run_clock.split(trainer.run_checkpoints.metrics.stalled_seconds, self._waited_seconds())
+        updates = trainer.state.global_step - self._begun_at
+        work = max(self._work_seconds(), 1e-9)
+        own_peak = peak_memory(trainer.accelerator.device)
+        return {
+            "name": self.name,
+            "setup": self._setup,
+            "options": [(name, value, source.where, is_set) for name, value, source, is_set in self._options],
+            "points": self._points,
+            "seconds": {name: None if value is None else round(value, 4) for name, value in seconds.items()},
+            "figures": {
+                "samples_per_second": round(updates * self._update_batch / work, 3),
+                "tokens_per_second": round(num_tokens / work, 3) if num_tokens else None,
+                "updates_per_second": round(updates / work, 4),
+                "peak_memory_bytes": list(peaks) or ([own_peak] if own_peak else []),
+            },
+        }
+
+    def _waited_seconds(self) -> float | None:
+        """Return for how long backwards have waited for gradients; None where the engine does not measure it."""
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        if accelerator.num_processes == 1:
+            return 0.0
+        each = accelerator.unit_of(trainer.model_wrapped).exposed_communication_seconds()
+        if each is None:
+            return None
+        updates = trainer.state.global_step - self._begun_at
+        is_each_batch = accelerator.config.accumulation.sync_each_batch
+        return each * updates * (trainer.args.gradient_accumulation_steps if is_each_batch else 1)
+
+    # --- end -------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> dict[str, Any]:
+        """Return the record at the end of the run, with the figures of all ranks. Collective."""
+        accelerator, clock = self.trainer.accelerator, self.trainer.run_clock
+        clock.take_sample(self.trainer.state.global_step - self._last_point[0])
+        own = {"peak": peak_memory(accelerator.device), "tokens": clock.num_tokens}
+        everyone = collectives.gather_object(own, accelerator.process)
+        peaks = [each["peak"] for each in everyone if each["peak"] is not None]
+        copies = accelerator.process.world_size // accelerator.readers.world_size
+        return self.to_plain(peaks, sum(each["tokens"] for each in everyone) // copies)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log the block of the end on the main process, and write the page that `report_html` asks for."""
+        if not state.is_world_process_zero:
+            return
+        rows = _describe_end(self._final, state.log_history)
+        if args.report_html:
+            directory = Path(self.trainer._get_output_dir(self.trainer._trial))
+            path = directory / PAGE_NAME
+            try:
+                directory.mkdir(parents=True, exist_ok=True)  # a trial of a search may have saved nothing
+                plain = {name: getattr(state, name) for name in _STATE_FIELDS}
+                write_page(path, [build_run(self.name, plain, self._final)])
+                rows.append(("Report", os.fspath(path)))
+            except Exception as error:  # of a disk, mostly: the run has been trained, and is not to end with it
+                logger.warning(
+                    "the report %s could not be written (%s: %s); `accel-trainer report %s` makes it from a checkpoint",
+                    path, type(error).__name__, error, directory,
+                )  # fmt: skip
+        upstream_logger.info(log_lines("Training finished", rows))
+
+
+_STATE_FIELDS = ("log_history", "global_step", "max_steps", "best_metric", "best_global_step")
+
+
+def _describe_losses(history: Sequence[Mapping[str, Any]]) -> str:
+    last: dict[str, Any] = {}
+    for entry in history:
+        last |= entry
+    names = {"train_loss": "mean of the run", "loss": "last logged"}
+    names |= {name: name for name in last if name.startswith("eval_") and name.endswith("loss")}
+    losses = [f"{format_number(last[name])} ({text})" for name, text in names.items() if name in last]
+    return ", ".join(losses) or "none logged"
+
+
+def _describe_end(record: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    figures, seconds = record["figures"], record["seconds"]
+    rates = [f"{format_number(figures['samples_per_second'], 3)} samples/s"]
+    if figures["tokens_per_second"]:
+        rates.append(f"{format_number(figures['tokens_per_second'], 3)} tokens/s")
+    rates.append(f"{format_number(figures['updates_per_second'], 3)} updates/s")
+    total = max(seconds["total"], 1e-9)
+    parts = [
+        f"{name} not measured" if value is None else f"{name} {100 * value / total:.1f}%"
+        for name, value in seconds.items()
+        if name != "total" and (value is None or value >= total * 0.0005)
+    ]
+    rows = [
+        ("Loss", _describe_losses(history)),
+        ("Throughput", f"{', '.join(rates)} (evaluation and checkpoints left out)"),
+        ("Time", f"{describe_seconds(total)}: {', '.join(parts)}"),
+    ]
+    if figures["peak_memory_bytes"]:
+        rows.append(("Peak memory", describe_peaks(figures["peak_memory_bytes"])))
+    return rows

@@ -1,0 +1,400 @@
+"""One self-contained HTML page of a run, or of several beside each other. It runs no script and loads nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from accel_trainer.contrib.run_report.charts import Chart, Series, draw_chart, draw_shares, format_number
+from accel_trainer.contrib.run_report.recorded_run import (
+    DATA_ID,
+    GRAD_NORM,
+    LEARNING_RATE,
+    MEMORY,
+    THROUGHPUT,
+    TRAIN_LOSS,
+    Option,
+    RecordedRun,
+)
+
+_NOT_MEASURED = "not measured"
+_ABSENT = "\u2013"
+_MAX_METRIC_CHARTS = 8
+
+# Colours: Okabe and Ito's, which people with any colour vision tell apart; lighter ones of the same hues on dark.
+_STYLE = """
+:root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--ink:#1c2024;--soft:#5a6370;--rule:#dde1e7;--grid:#e8ebf0;
+--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#b4548f;--c4:#b07800;--c5:#2d9bd8;--c6:#4d4d4d;
+--k0:#9aa3ae;--k1:#e69f00;--k2:#0072b2;--k3:#d55e00;--k4:#009e73;--k5:#56b4e9;--k6:#cc79a7;--k7:#d3d8df}
+@media (prefers-color-scheme:dark){:root{--bg:#14171b;--card:#1d2126;--ink:#e8eaed;--soft:#a2acb8;--rule:#343a42;
+--grid:#2b3037;--c0:#56b4e9;--c1:#f0854a;--c2:#2fc79a;--c3:#dd93bd;--c4:#e6b340;--c5:#9ed2f2;--c6:#c9ced6;
+--k0:#7c8692;--k1:#e6b340;--k2:#4a9fd4;--k3:#f0854a;--k4:#2fae88;--k5:#9ed2f2;--k6:#dd93bd;--k7:#464d56}}
+*{box-sizing:border-box}
+body{margin:0;overflow-wrap:anywhere;background:var(--bg);color:var(--ink);
+font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+main{max-width:76rem;margin:0 auto;padding:1.5rem 1rem 3rem}
+h1{font-size:1.6rem;line-height:1.25;margin:0}
+h2{font-size:1.15rem;margin:2rem 0 .6rem}
+p{margin:.3rem 0}.soft,.note{color:var(--soft)}.note{font-size:.86rem}
+.grid{display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,27rem),1fr))}
+.card,figure{background:var(--card);border:1px solid var(--rule);border-radius:.5rem;padding:1rem;margin:0;min-width:0}
+figure{display:flex;flex-direction:column}figure>details{margin-top:auto;padding-top:.4rem}
+figcaption{font-weight:600}.unit{font-weight:400;color:var(--soft)}
+.tiles{display:grid;gap:1rem;grid-template-columns:repeat(auto-fit,minmax(min(100%,9.5rem),1fr));margin-top:1.2rem}
+.tiles dt{color:var(--soft);font-size:.86rem}.tiles dd{margin:0;font-size:1.3rem;font-variant-numeric:tabular-nums}
+.tiles div{background:var(--card);border:1px solid var(--rule);border-radius:.5rem;padding:.6rem .9rem}
+.tiles small{display:block;font-size:.8rem;color:var(--soft)}
+.legend{list-style:none;display:flex;flex-wrap:wrap;gap:.1rem 1.1rem;margin:.2rem 0 .3rem;padding:0;font-size:.86rem}
+svg{display:block;width:100%;height:auto;overflow:visible}
+svg text{font-size:11.5px;fill:var(--soft);font-variant-numeric:tabular-nums}
+svg text.y{text-anchor:end;dominant-baseline:central}svg text.x{text-anchor:middle}
+.swatch{display:inline-block;width:24px;height:10px;margin-right:.4rem;vertical-align:baseline}
+.grid-line,.grid path.grid{stroke:var(--grid);stroke-width:1}
+.axis{stroke:var(--soft);stroke-width:1}
+.line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round;vector-effect:non-scaling-stroke}
+.dashed{stroke-dasharray:6 4}
+.bar{height:1.6rem;border-radius:.25rem;overflow:hidden}
+.chip{display:inline-block;width:.8em;height:.8em;border-radius:.15em;margin-right:.5em}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
+th,td{padding:.3rem .9rem .3rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule)}
+thead th{color:var(--soft);font-weight:600}tbody th{font-weight:400}
+td.n,th.n{text-align:right;white-space:nowrap}
+code{font:.86rem/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
+td small{color:var(--soft);display:block}
+details{margin-top:.6rem}summary{cursor:pointer;color:var(--soft);font-size:.9rem}
+summary:focus-visible{outline:2px solid var(--c0)}
+@media (max-width:34rem){svg text{font-size:17px}.card,figure{padding:.8rem}h1{font-size:1.35rem}}
+@media print{body{background:none}.card,figure{break-inside:avoid}}
+"""
+_COLOURS = "".join(f".line.c{n}{{stroke:var(--c{n})}}.dot.c{n}{{fill:var(--c{n})}}" for n in range(7)) + "".join(
+    f".share.k{n}{{fill:var(--k{n})}}.chip.k{n}{{background:var(--k{n})}}" for n in range(8)
+)
+
+
+def describe_seconds(seconds: float) -> str:
+    """Return a length of time for people."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def describe_bytes(num_bytes: float) -> str:
+    """Return an amount of memory for people."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def build_page(runs: Sequence[RecordedRun]) -> str:
+    """Return the page of one run, or of several with the options that tell them apart."""
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    body = "".join(
+        (
+            _head(runs, title),
+            _tiles(runs[0]) if len(runs) == 1 else "",
+            _charts(runs),
+            _time(runs),
+            _figures_table(runs) if len(runs) > 1 else "",
+            _setup(runs),
+            _differences(runs) if len(runs) > 1 else "",
+            _configuration(runs),
+        )
+    )
+    # "<" would let a name that holds "</script>" end the element.
+    data = json.dumps({"runs": [run.to_plain() for run in runs]}).replace("<", "\\u003c")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
+        f'content="light dark"><title>{escape(title)}</title><style>{_STYLE}{_COLOURS}</style></head>\n'
+        f'<body><main>\n{body}\n</main>\n<script type="application/json" id="{DATA_ID}">{data}</script></body></html>\n'
+    )
+
+
+def write_page(path: Path, runs: Sequence[RecordedRun]) -> None:
+    """Write the page of these runs; a reader sees the former file or the whole new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        # A run is called as its folder is, whose name may be of another encoding.
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(build_page(runs))
+        # As the file of a plain open(): mkstemp's is for its owner alone.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _section(heading: str, content: str) -> str:
+    return f"<section><h2>{escape(heading)}</h2>{content}</section>\n" if content else ""
+
+
+def _head(runs: Sequence[RecordedRun], title: str) -> str:
+    if len(runs) > 1:
+        names = "".join(
+            f'<li><svg class="swatch" viewBox="0 0 24 10" aria-hidden="true"><path class="line c{index % 7}" '
+            f'd="M1 5H23"/></svg>{escape(run.name)}</li>'
+            for index, run in enumerate(runs)
+        )
+        return f'<header><h1>{escape(title)}</h1><ul class="legend">{names}</ul></header>\n'
+    (run,) = runs
+    facts = dict(run.setup)
+    shown = [facts[label] for label in ("Model", "Strategy", "Precision") if label in facts]
+    return f'<header><h1>{escape(title)}</h1><p class="soft">{escape(" · ".join(shown))}</p></header>\n'
+
+
+def _tiles(run: RecordedRun) -> str:
+    rows = _figure_rows(run)
+    tiles = []
+    for label, wanted in (
+        ("Training loss", "train loss, last logged"),
+        ("Evaluation loss", "eval_loss"),
+        ("Throughput", "samples per second"),
+        ("Tokens", "tokens per second"),
+        ("Peak memory", "peak memory"),
+        ("Time", "time"),
+        ("Updates", "updates"),
+    ):
+        if wanted in rows:
+            text, _, more = rows[wanted].partition(" (")
+            small = f"<small>{escape(more.rstrip(')'))}</small>" if more else ""
+            tiles.append(f"<div><dt>{label}</dt><dd>{escape(text)}{small}</dd></div>")
+    return f'<dl class="tiles">{"".join(tiles)}</dl>\n' if tiles else ""
+
+
+def _figure_rows(run: RecordedRun) -> dict[str, str]:
+    """Return the final figures of a run as texts, by their labels."""
+    figures, rows = run.figures, {}
+
+    def put(label: str, name: str, text: Any = format_number) -> None:
+        if isinstance(figures.get(name), int | float):
+            rows[label] = text(figures[name])
+
+    put("train loss, last logged", TRAIN_LOSS)
+    put("train loss, mean of the run", "train_loss")
+    for name in figures:
+        if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second", "_model_preparation_time")):
+            put(name, name)
+    put("best metric", "best_metric")
+    put("best at update", "best_global_step", lambda value: f"{value:,}")
+    put("samples per second", "samples_per_second", lambda value: f"{format_number(value, 3)}/s (samples)")
+    put("tokens per second", "tokens_per_second", lambda value: f"{format_number(value, 3)}/s (padding included)")
+    put("updates per second", "updates_per_second")
+    if "samples_per_second" not in rows and "samples_per_second" not in figures:
+        put("samples per second", "train_samples_per_second", lambda value: f"{format_number(value, 3)}/s (overall)")
+    if peaks := [peak for peak in figures.get("peak_memory_bytes", ()) if peak]:
+        rows["peak memory"] = describe_peaks(peaks)
+    if total := run.seconds.get("total") or figures.get("train_runtime"):
+        rows["time"] = describe_seconds(total)
+    if figures.get("updates") is not None:
+        rows["updates"] = _describe_updates(figures)
+    return rows
+
+
+def _describe_updates(figures: Mapping[str, Any]) -> str:
+    of, epoch = figures.get("max_steps"), figures.get("epoch")
+    more = [f"of {of:,}"] if of else []
+    more += [f"{format_number(epoch)} epochs"] if epoch else []
+    return f"{figures['updates']:,}" + (f" ({', '.join(more)})" if more else "")
+
+
+def describe_peaks(peaks: Sequence[int]) -> str:
+    """Return the most memory that ranks have taken, for people."""
+    if len(peaks) == 1:
+        return describe_bytes(peaks[0])
+    most = max(peaks)
+    return f"{describe_bytes(most)} (rank {peaks.index(most)}; least {describe_bytes(min(peaks))})"
+
+
+def _charts(runs: Sequence[RecordedRun]) -> str:
+    names = {name for run in runs for name in run.curves}
+    losses = sorted(name for name in names if name.startswith("eval_") and name.endswith("loss"))
+    metrics = sorted(name for name in names if name.startswith("eval_") and name not in losses)
+    charts = [
+        Chart("Loss", _series(runs, [TRAIN_LOSS, *losses]), note=_not_finite(runs, [TRAIN_LOSS, *losses])),
+        Chart("Learning rate", _series(runs, [LEARNING_RATE]), from_zero=True),
+        Chart("Gradient norm", _series(runs, [GRAD_NORM]), from_zero=True, note=_not_finite(runs, [GRAD_NORM])),
+        Chart("Throughput", _series(runs, [THROUGHPUT]), "samples per second", from_zero=True),
+        _memory_chart(runs),
+        *(Chart(name, _series(runs, [name])) for name in metrics[:_MAX_METRIC_CHARTS]),
+    ]
+    drawn = "".join(draw_chart(chart, f"chart-{index}") for index, chart in enumerate(charts))
+    if not drawn:
+        return _section("Curves", '<p class="soft">The run has logged no values; see logging_steps.</p>')
+    return _section("Curves", f'<div class="grid">{drawn}</div>')
+
+
+def _memory_chart(runs: Sequence[RecordedRun]) -> Chart:
+    highest = max((y for run in runs for _, y in run.curves.get(MEMORY, ())), default=0.0)
+    unit, num_bytes = ("GiB", 2**30) if highest >= 2**30 else ("MiB", 2**20)
+    return Chart("Memory of rank 0", _series(runs, [MEMORY], 1 / num_bytes), unit, from_zero=True)
+
+
+def _series(runs: Sequence[RecordedRun], names: Sequence[str], factor: float = 1.0) -> list[Series]:
+    """Return the lines of a chart: each run has a colour; of one run, each curve. Evaluations are dashed."""
+    series = []
+    for number, run in enumerate(runs):
+        for index, name in enumerate(names):
+            points = [(x, y * factor) for x, y in run.curves.get(name, ())]
+            kind = "train" if name == TRAIN_LOSS else name
+            label = kind if len(runs) == 1 else run.name if len(names) == 1 else f"{run.name}, {kind}"
+            colour = index if len(runs) == 1 else number
+            series.append(Series(label, points, colour, is_dashed=name.startswith("eval_")))
+    return series
+
+
+def _not_finite(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
+    parts = []
+    for run in runs:
+        for name in names:
+            if count := run.num_not_finite.get(name):
+                of = f" of {run.name}" if len(runs) > 1 else ""
+                parts.append(f"{count} value(s) of {name}{of} are NaN or infinite")
+    return f"{'; '.join(parts)}, and not drawn." if parts else ""
+
+
+def _time(runs: Sequence[RecordedRun]) -> str:
+    measured = [run for run in runs if run.seconds.get("total")]
+    if not measured:
+        return ""
+    names = dict.fromkeys(name for run in measured for name in run.seconds if name != "total")
+    phases = [name for name in names if any(run.seconds.get(name, 0.0) != 0.0 for run in measured)]
+    note = (
+        '<p class="note">Of rank 0, and of this train() alone if it was resumed. '
+        "Exposed communication is the time for which updates waited for gradients, or for counts, of other ranks.</p>"
+    )
+    content = f"{_time_bars(measured, phases)}{_time_table(measured, phases)}{note}"
+    return _section("Time", f'<div class="card">{content}</div>')
+
+
+def _time_bars(runs: Sequence[RecordedRun], phases: Sequence[str]) -> str:
+    longest = max(run.seconds["total"] or 0.0 for run in runs)
+    bars = []
+    for run in runs:
+        shares = [(name, run.seconds.get(name) or 0.0) for name in phases]
+        total = run.seconds["total"] or 0.0
+        label = ", ".join(f"{name} {100 * value / total:.1f}%" for name, value in shares if value)
+        heading = f'<p class="note">{escape(run.name)}</p>' if len(runs) > 1 else ""
+        bars.append(heading + draw_shares(shares, longest, label))
+    return "".join(bars)
+
+
+def _time_table(runs: Sequence[RecordedRun], phases: Sequence[str]) -> str:
+    columns = [run.name for run in runs] if len(runs) > 1 else ["seconds"]
+    head = "".join(f'<th scope="col" class="n">{escape(name)}</th>' for name in columns)
+    chips = [f'<span class="chip k{index}"></span>' for index in range(len(phases))]
+    rows = "".join(
+        f'<tr><th scope="row">{chip}{escape(name)}</th>'
+        + "".join(f'<td class="n">{_share(run, name)}</td>' for run in runs)
+        + "</tr>"
+        for chip, name in zip([*chips, ""], [*phases, "total"], strict=True)
+    )
+    head = f'<thead><tr><th scope="col">phase</th>{head}</tr></thead>'
+    return f'<div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div>'
+
+
+def _share(run: RecordedRun, name: str) -> str:
+    value, total = run.seconds.get(name), run.seconds["total"] or 0.0
+    if value is None:
+        return f'<span class="soft">{_NOT_MEASURED}</span>'
+    return escape(describe_seconds(value)) + (f" · {100 * value / total:.1f}%" if name != "total" and total else "")
+
+
+def _figures_table(runs: Sequence[RecordedRun]) -> str:
+    columns = [_figure_rows(run) for run in runs]
+    labels = list(dict.fromkeys(label for column in columns for label in column))
+    return _section("Final figures", _table(["figure", *(run.name for run in runs)], _rows(labels, columns)))
+
+
+def _rows(labels: Sequence[str], columns: Sequence[dict[str, str]]) -> str:
+    return "".join(
+        f'<tr><th scope="row">{escape(label)}</th>'
+        + "".join(f"<td>{escape(column[label]) if label in column else _ABSENT}</td>" for column in columns)
+        + "</tr>"
+        for label in labels
+    )
+
+
+def _table(head: Sequence[str], rows: str) -> str:
+    cells = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
+    top = f"<thead><tr>{cells}</tr></thead>" if any(head) else ""
+    return f'<div class="card scroll"><table>{top}<tbody>{rows}</tbody></table></div>'
+
+
+def _setup(runs: Sequence[RecordedRun]) -> str:
+    columns = [dict(run.setup) for run in runs]
+    labels = list(dict.fromkeys(label for column in columns for label in column))
+    if not labels:
+        return ""
+    return _section(
+        "Run", _table(["", *(run.name for run in runs)] if len(runs) > 1 else ["", ""], _rows(labels, columns))
+    )
+
+
+def _cell(option: Option | None) -> str:
+    if option is None:
+        return f"<td>{_ABSENT}</td>"
+    source = f"<small>{escape(option.source)}</small>" if option.source and option.source != "default" else ""
+    return f"<td><code>{escape(option.value)}</code>{source}</td>"
+
+
+def _differences(runs: Sequence[RecordedRun]) -> str:
+    known = [run for run in runs if run.options]
+    if not known:
+        return _section("Different options", '<p class="soft">These runs have recorded no configuration.</p>')
+    differing = _differing_options(known)
+    if not differing:
+        return _section("Different options", '<p class="soft">All options that are recorded are the same.</p>')
+    rows = "".join(
+        f'<tr><th scope="row"><code>{escape(name)}</code></th>'
+        + "".join(_cell(run.options.get(name)) for run in runs)
+        + "</tr>"
+        for name in differing
+    )
+    return _section("Different options", _table(["option", *(run.name for run in runs)], rows))
+
+
+def _differing_options(runs: Sequence[RecordedRun]) -> list[str]:
+    names = dict.fromkeys(name for run in runs for name in run.options)
+    return [name for name in names if len({run.options.get(name, Option("")).value for run in runs}) > 1]
+
+
+def _configuration(runs: Sequence[RecordedRun]) -> str:
+    content = []
+    for run in runs:
+        if not run.options:
+            continue
+        chosen = {name: option for name, option in run.options.items() if option.is_set}
+        rest = {name: option for name, option in run.options.items() if not option.is_set}
+        heading = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
+        tables = _options_table(chosen) if chosen else '<p class="soft">Every option has its default.</p>'
+        defaults = f"<details><summary>{len(rest)} options at their defaults</summary>{_options_table(rest)}</details>"
+        content.append(f"{heading}{tables}{defaults if rest else ''}")
+    joined = "".join(content)
+    if len(runs) > 1 and joined:
+        joined = f"<details><summary>All options of each run</summary>{joined}</details>"
+    return _section("Configuration", joined)
+
+
+def _options_table(options: dict[str, Option]) -> str:
+    rows = "".join(
+        f'<tr><th scope="row"><code>{escape(name)}</code></th><td><code>{escape(option.value)}</code></td>'
+        f"<td>{escape(option.source)}</td></tr>"
+        for name, option in options.items()
+    )
+    return _table(["option", "value", "set by"], rows)

@@ -1,1 +1,0 @@
-"""The folder that comes first on the path of a rank; `sitecustomize` says why."""

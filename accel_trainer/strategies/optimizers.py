@@ -1,0 +1,127 @@
+"""Optimizers of a unit: which parameters one may have, which kinds a strategy refuses, and a placeholder for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel_trainer.errors import ConfigError
+
+# A C function for map(): check_frozen() runs in every backward.
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def check_optimizer_belongs(optimizer: Optimizer, module: nn.Module, known: Mapping[int, nn.Parameter]) -> None:
+    """Refuse an optimizer that has none of the `known` parameters of a module; it may have others, too."""
+    parameters = parameters_of(optimizer)
+    if parameters and not any(id(parameter) in known for parameter in parameters):
+        raise ConfigError(
+            f"{len(parameters)} of {len(parameters)} parameters of the optimizer do not belong to "
+            f"{type(module).__name__}; build the optimizer from that model's parameters, and pass both to one "
+            "prepare() call"
+        )
+
+
+def check_disjoint(optimizers: Iterable[Optimizer], known: Mapping[int, nn.Parameter]) -> None:
+    """Refuse two optimizers that would both update a parameter, by what `TrainUnit.known_parameters` returns."""
+    taken: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        own = {id(known.get(id(parameter), parameter)) for parameter in parameters_of(optimizer)}
+        for other in dict.fromkeys(taken[key] for key in own if key in taken):
+            shared = sum(taken.get(key) is other for key in own)
+            raise ConfigError(
+                f"{shared} parameter(s) are in two optimizers, {type(other).__name__} and {type(optimizer).__name__}, "
+                "and would be updated by both; give each parameter to one of them"
+            )
+        taken.update(dict.fromkeys(own, optimizer))
+
+
+def check_kind(optimizer: Optimizer, unsupported: Mapping[str, str], strategy: str) -> None:
+    """Refuse an optimizer whose update is not defined on the parameters that a strategy makes.
+
+    Args:
+        unsupported: the reason and the way out, by a package or `package.Class` of the optimizer or of a base of it.
+    """
+    for kind in type(optimizer).__mro__:
+        package = kind.__module__.partition(".")[0]
+        reason = unsupported.get(package) or unsupported.get(f"{package}.{kind.__name__}")
+        if reason is not None:
+            raise ConfigError(
+                f"{type(optimizer).__module__}.{type(optimizer).__name__} cannot train with strategy {strategy!r}: "
+                f"{reason}"
+            )
+
+
+def check_frozen(model: nn.Module, frozen: Sequence[nn.Parameter], why: str) -> None:
+    """Refuse to train a parameter that was frozen when its model was prepared; `why` it would go wrong."""
+    if any(map(_REQUIRES_GRAD, frozen)):
+        unfrozen = {id(parameter) for parameter in frozen if parameter.requires_grad}
+        name = next((name for name, parameter in model.named_parameters() if id(parameter) in unfrozen), "a parameter")
+        raise ConfigError(
+            f"{name!r} of {type(model).__name__} was frozen when the model was prepared, and is trained now: {why}. "
+            "Call free_memory(), and prepare the model again once it is unfrozen"
+        )
+
+
+class OptimizerPlaceholder(Optimizer):
+    """Holds the parameters for the engine's optimizer; once that is built, it shows its groups and state.
+
+    Attributes:
+        numbers: hyperparameters by name, for those that the engine's configuration leaves open.
+        given: the parameters or groups as they were given.
+        real: the engine's optimizer; None before the model is prepared.
+    """
+
+    def __init__(
+        self, param_groups: Iterable[dict[str, Any]], given: Iterable[Any], numbers: Mapping[str, Any]
+    ) -> None:
+        self.real: Optimizer | None = None
+        super().__init__(list(param_groups), {})
+        self.given = list(given)
+        self.numbers = dict(numbers)
+
+    # Asked anew each time: an optimizer that loads a state has other groups afterwards.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of the engine's optimizer, once it is built."""
+        return self._groups if self.real is None else self.real.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        if self.real is None:
+            self._groups = param_groups
+        else:
+            self.real.param_groups = param_groups
+
+    @property
+    def state(self) -> Any:
+        """State of the engine's optimizer, once it is built."""
+        return self._state if self.real is None else self.real.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self.real is None:
+            self._state = state
+        else:
+            self.real.state = state
+
+    def adopt(self, real: Optimizer) -> None:
+        """Show the groups and the state of the engine's optimizer from now on."""
+        self.real = real
+        self.defaults = real.defaults
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Refuse: the optimizer that `prepare` returned steps through the engine."""
+        raise ConfigError(
+            "step() was called on the placeholder for the engine's optimizer; call it on the optimizer that prepare() "
+            "returned"
+        )

@@ -1,0 +1,418 @@
+"""One epoch of training: windows of micro-batches, read ahead, and the update and the callbacks at the end of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from math import isfinite
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers.optimization import GreedyLR
+from transformers.utils import logging as transformers_logging
+
+from accel_trainer.data.plan import BatchRows
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime import collectives
+from accel_trainer.runtime.nonfinite import NonFiniteGuard
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.progress import PROGRESS
+from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.runtime.tensor_trees import find_batch_size
+from accel_trainer.runtime.whereabouts import section
+from accel_trainer.trainer.loss import LossKind, count_labels
+from accel_trainer.trainer.run_clock import BACKWARD_DONE, BATCHES_READ, UPDATE_BEGUN, UPDATE_DONE, RunClock
+
+if TYPE_CHECKING:
+    from accel_trainer import Trainer
+
+upstream_logger = transformers_logging.get_logger("transformers.trainer")
+
+# Upstream steps these in _evaluate(), by a metric (5.23, trainer.py:3316).
+_STEPPED_BY_METRIC = (ReduceLROnPlateau, GreedyLR)
+
+
+class UpdateTakenBackError(Exception):
+    """An update's gradients are no numbers, and the run goes back to a checkpoint. The same on every rank."""
+
+
+def _take_back(found: str) -> None:
+    raise UpdateTakenBackError(found)
+
+
+class WindowReader:
+    """One pass over the training loader, which keeps the rows of an update's batches where ranks may differ in them.
+
+    That is on several ranks, unless the loader fills them up (`even_batches=True`). Ranks do not communicate: each
+    knows the rows of all.
+    """
+
+    def __init__(self, dataloader: Any, process: ProcessContext, clock: RunClock) -> None:
+        self._clock = clock
+        self._dataloader = dataloader
+        self._reading = iter(dataloader)
+        self._process = process
+        self._keeps_rows = process.world_size > 1 and not getattr(dataloader, "even_batches", False)
+        self._read: list[tuple[Any, BatchRows]] = []
+        self._batches: list[Any] = []
+        self._rows: list[BatchRows] = []
+        self._index = 0
+        self._weights: list[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        begin = perf_counter()
+        batch = next(self._reading)
+        self._clock.data_seconds += perf_counter() - begin
+        if self._keeps_rows:
+            rows = getattr(self._dataloader, "rows", None)
+            if rows is not None and len(rows.rows) == self._process.world_size:
+                self._read.append((batch, rows))
+        return batch
+
+    def close(self) -> None:
+        """End the pass now, not when the iterator is collected: the loader then knows that nobody reads it."""
+        self.forget()
+        close = getattr(self._reading, "close", None)
+        if callable(close):
+            close()
+
+    def forget(self) -> None:
+        """End an update, and let go of its batches."""
+        self._read, self._rows, self._batches, self._weights = [], [], [], None
+
+    def begin(self, batches: list[Any]) -> None:
+        """Begin an update of these batches.
+
+        Raises:
+            ConfigError: they are not those that were read, and ranks hold unequally many samples.
+        """
+        self._batches = batches
+        if not self._read:
+            return
+        self._rows = [rows for batch in batches for read, rows in self._read if read is batch]
+        uneven = [rows.rows for _, rows in self._read if len(set(rows.rows)) > 1]
+        if uneven and len(self._rows) != len(batches):
+            raise ConfigError(
+                f"get_batch_samples() returned {len(batches)} batches, {len(self._rows)} of them as the loader gave "
+                f"them, in an update that has {uneven[0]} samples on the ranks: their weights are not known. Return "
+                "the batches of the iterator, or train with even_batches=True"
+            )
+
+    def begin_batch(self, index: int) -> None:
+        """Begin the micro-batch `index` of the update."""
+        self._index = index
+
+    def without_filler(self, batch: Any) -> Any:
+        """Return the batch, without rows if it only lets a rank take part that has no samples in this step."""
+        if not self._read or not any(read is batch and not self._own(rows) for read, rows in self._read):
+            return batch
+        if not isinstance(batch, Mapping):
+            return batch
+        return {name: value[:0] if isinstance(value, Tensor) and value.ndim else value for name, value in batch.items()}
+
+    def weigh(self, loss: Tensor, kind: LossKind, *, has_items: bool, over_ranks: bool, shifts_labels: bool) -> Tensor:
+        """Return the loss of the present micro-batch, weighted so that the mean over ranks is that of the update.
+
+        Collective on the first micro-batch where a model's mean over sequences of labels is averaged over ranks.
+
+        Args:
+            has_items: a loss by items was divided by a number; there is none without labels.
+            over_ranks: numbers of labels, and of items, are those of all ranks: then only a rank without samples is not
+                weighed by 1.
+            shifts_labels: a row's first label is no target.
+        """
+        if self._weights is None:
+            if kind is LossKind.MODEL_MEAN and self._has_label_sequences():
+                self._weights = self._label_weights(over_ranks, shifts_labels)
+            elif kind is LossKind.BY_ITEMS and has_items:
+                self._weights = self._item_weights(over_ranks)
+            else:
+                self._weights = self._row_weights(is_sum=kind is LossKind.BY_ITEMS)
+        weight = self._weights[self._index]
+        return loss if type(weight) is float and weight == 1.0 else loss * weight
+
+    def _has_label_sequences(self) -> bool:
+        """Whether rows may differ in how many labels they have: all ranks have to exchange their numbers then."""
+        for batch in self._batches:
+            labels = batch.get("labels") if isinstance(batch, Mapping) else None
+            if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
+                return False
+        return True
+
+    def _label_weights(self, over_ranks: bool, shifts_labels: bool) -> list[Any]:
+        """Of the labels that the update has on this rank or, times ranks, on all, those of each micro-batch."""
+        counts = [count_labels(self.without_filler(batch), shifts_labels) for batch in self._batches]
+        numbers = torch.stack([count for count in counts if count is not None])
+        total = numbers.sum()
+        if over_ranks:
+            numbers = numbers * self._process.world_size
+            total = collectives.reduce(total, self._process)
+        # A rank without samples has no labels, where ranks are not summed.
+        shares = numbers / total.clamp(min=1)
+        return [share * weight for share, weight in zip(shares, self._item_weights(over_ranks), strict=True)]
+
+    def _row_weights(self, *, is_sum: bool) -> list[Any]:
+        """Of all the rows that the update has, those of each micro-batch; as they are where micro-batches add up."""
+        if self._rows:
+            sizes = [rows.num_samples for rows in self._rows]
+        else:
+            sizes = [find_batch_size(batch) or 0 for batch in self._batches]
+        total, num_batches = sum(sizes), len(sizes)
+        is_even = is_sum or sizes.count(sizes[0]) == num_batches
+        shares = [1 / (1 if is_sum else num_batches)] * num_batches if is_even else [size / total for size in sizes]
+        if self._rows:
+            rank = self._process.rank
+            return [share * rows.weight(rank) for share, rows in zip(shares, self._rows, strict=True)]
+        return shares
+
+    def _item_weights(self, over_ranks: bool) -> list[float]:
+        if not self._rows:
+            return [1.0] * len(self._batches)
+        weight = 1.0
+        if not over_ranks:
+            update = tuple(map(sum, zip(*(each.rows for each in self._rows), strict=True)))
+            weight = BatchRows(update, update).weight(self._process.rank)
+        return [weight if self._own(rows) else 0.0 for rows in self._rows]
+
+    def _own(self, rows: BatchRows) -> int:
+        return rows.rows[self._process.rank]
+
+
+@dataclass(slots=True)
+class EpochRun:
+    """State of one pass over the training data. Losses and the order of callbacks are those of transformers."""
+
+    trainer: Trainer
+    reader: WindowReader
+    clock: RunClock
+    """Read in place: a method of its own would add frames to every update."""
+    model: nn.Module
+    epoch: int
+    steps_in_epoch: int
+    trial: Any
+    ignore_keys_for_eval: list[str] | None
+    start_time: float
+    guard: NonFiniteGuard | None
+    """None under fp16, whose loss scale finds them in every update."""
+    step: int
+    """Index in the epoch of the last micro-batch that was trained; -1 before the first."""
+    is_resumed: bool
+    """Whether the next window is the first one that a resumed run reads."""
+    grad_norm: Tensor | float | None = None
+    learning_rate: float | None = None
+    counts: tuple[int, float] = (0, 0.0)
+    """Tokens and operations before the present update."""
+    sync: bool | None = None
+    """Last value of `set_gradient_sync`, which walks through all modules of a sharded model."""
+
+    def train(self, restore_rng_from: str | None) -> None:
+        """Train the updates of the epoch that are left, until it ends or a callback stops it. Collective.
+
+        Args:
+            restore_rng_from: checkpoint whose random streams are restored once the first window has been read; None
+                where they have been already.
+        """
+        accumulation = self.trainer.args.gradient_accumulation_steps
+        steps = max(self.steps_in_epoch, 1)
+        for begin in range(self.step + 1, steps, accumulation):
+            if not self._window(min(accumulation, steps - begin), restore_rng_from):
+                break
+            restore_rng_from = None
+            control = self.trainer.control
+            if control.should_epoch_stop or control.should_training_stop:
+                break
+
+    def _window(self, num_batches: int, restore_rng_from: str | None) -> bool:
+        """Train the micro-batches of one update; return whether there were any."""
+        trainer, reader, checkpoints, clock = self.trainer, self.reader, self.trainer.run_checkpoints, self.clock
+        # Before anything is read: a checkpoint within this update has the loader where the update begins.
+        checkpoints.begin_update(trainer.callback_handler.train_dataloader)
+        if clock.sample is not None:
+            clock.sample.mark(UPDATE_BEGUN)
+        begin, read = perf_counter(), clock.data_seconds
+        with checkpoints.metrics.resuming("data") if self.is_resumed else nullcontext():
+            batches, num_items = trainer.get_batch_samples(reader, num_batches, trainer.args.device)
+        if self.is_resumed:
+            clock.data_seconds = read  # it is a part of the resume
+        else:
+            clock.counting_seconds += perf_counter() - begin - (clock.data_seconds - read)
+        if clock.sample is not None:
+            clock.sample.mark(BATCHES_READ)
+        self.is_resumed = False
+        num_before = trainer.state.global_step
+        reader.begin(batches)
+        # Divides the loss of a model that does not normalise by `num_items` itself; the last window may be short.
+        trainer.current_gradient_accumulation_steps = len(batches)
+        # Not before: the stream was read up to here first, and those draws were for batches that are left out.
+        if restore_rng_from is not None:
+            trainer._load_rng_state(restore_rng_from)
+        for index, inputs in enumerate(batches):
+            self.step += 1
+            reader.begin_batch(index)
+            try:
+                self._micro_batch(inputs, num_items, is_first=index == 0, is_last=index == len(batches) - 1)
+            except UpdateTakenBackError as taken:
+                self._roll_back(str(taken), num_before + 1)
+            if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+                break
+        reader.forget()
+        if not batches:
+            checkpoints.end_update(None)
+        return bool(batches)
+
+    def _micro_batch(self, inputs: Any, num_items: Any, *, is_first: bool, is_last: bool) -> None:
+        trainer, handler = self.trainer, self.trainer.callback_handler
+        sync = is_last or trainer.accelerator.config.accumulation.sync_each_batch
+        if sync != self.sync:
+            trainer.accelerator.set_gradient_sync(self.model, sync)
+            self.sync = sync
+        trainer.accelerator.gradient_state.sync_gradients = is_last
+        if is_first:
+            self.counts = trainer.state.num_input_tokens_seen, trainer.current_flos
+            trainer.control = handler.on_step_begin(trainer.args, trainer.state, trainer.control)
+        begin = perf_counter()
+        loss = trainer.training_step(self.model, inputs, num_items)
+        self.clock.compute_seconds += perf_counter() - begin
+        self._add_loss(loss)
+        if self.guard is not None:
+            if is_first:
+                self.guard.loss = None
+            self.guard.add_loss(loss)
+        trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        self._count_tokens(inputs)
+        if is_last:
+            self._update()
+        else:
+            trainer.control = handler.on_substep_end(trainer.args, trainer.state, trainer.control)
+            if trainer.decisions is not None:
+                trainer.decisions.end_micro_batch(trainer.control)
+            if trainer.is_preempted:
+                # The run that resumes begins the update again.
+                trainer.state.num_input_tokens_seen, trainer.current_flos = self.counts
+                trainer.save_and_end(self.model, self.trial)
+
+    def _count_tokens(self, inputs: Any) -> None:
+        """Count the tokens of a micro-batch; upstream adds up all ranks, of which some may have read the same."""
+        state, accelerator = self.trainer.state, self.trainer.accelerator
+        before = state.num_input_tokens_seen
+        self.trainer._track_num_input_tokens(self.reader.without_filler(inputs))
+        copies = accelerator.process.world_size // accelerator.readers.world_size
+        if copies > 1:
+            state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // copies
+
+    def _add_loss(self, loss: Tensor) -> None:
+        """Add to the running loss; a NaN or infinite one counts as the mean since the last log. Waits for no device."""
+        trainer = self.trainer
+        if trainer._tr_loss.device != loss.device:
+            raise ValueError(
+                f"Calculated loss must be on the original device: {trainer._tr_loss.device} but device in use is "
+                f"{loss.device}"
+            )
+        # On a CPU a look at the number is the fastest; elsewhere it would wait for the device.
+        if trainer.args.logging_nan_inf_filter and (loss.device.type != "cpu" or not isfinite(loss.item())):
+            mean = trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
+            loss = torch.where(loss.isfinite(), loss, mean)
+        trainer._tr_loss += loss
+
+    def _update(self) -> None:
+        trainer, args, handler, clock = self.trainer, self.trainer.args, self.trainer.callback_handler, self.clock
+        if clock.sample is not None:
+            clock.sample.mark(BACKWARD_DONE)
+        begin = perf_counter()
+        grad_norm = trainer._clip_grad_norm(self.model) if args.max_grad_norm > 0 else None
+        self.grad_norm = trainer._get_grad_norm(self.model, grad_norm=grad_norm)
+        trainer.control = handler.on_pre_optimizer_step(args, trainer.state, trainer.control)
+        if self.guard is not None:
+            self.guard.update, self.guard.norm = trainer.state.global_step, self.grad_norm
+        trainer.optimizer.step()
+        if trainer.local_replicas is not None:
+            trainer.local_replicas.end_update(trainer.accelerator.config.local_steps or 1)
+        trainer.control = handler.on_optimizer_step(args, trainer.state, trainer.control)
+        self.learning_rate = trainer._get_learning_rate()
+        scheduler = trainer.lr_scheduler
+        was_applied = not trainer.accelerator.optimizer_step_was_skipped
+        if was_applied and not isinstance(scheduler, _STEPPED_BY_METRIC):
+            scheduler.step()
+        self.model.zero_grad()
+        clock.update_seconds += perf_counter() - begin
+        if clock.sample is not None:
+            clock.sample.mark(UPDATE_DONE)
+        trainer.state.global_step += 1
+        PROGRESS.updates = trainer.state.global_step
+        trainer.run_checkpoints.end_update(trainer.state.global_step)
+        trainer.state.epoch = self.epoch + (self.step + 1) / self.steps_in_epoch
+        trainer.control = handler.on_step_end(args, trainer.state, trainer.control)
+        if trainer.decisions is not None:
+            trainer.decisions.end_update(trainer)
+        # The guard may not have looked at this update yet, and what comes next saves its weights.
+        if self.guard is not None and (trainer.control.should_save or trainer.control.should_training_stop):
+            self.guard.look()
+        self._log_save_evaluate()
+
+    @contextmanager
+    def taking_back(self) -> Iterator[None]:
+        """Context in which an update that the guard finds is taken back."""
+        if self.guard is None:
+            yield
+            return
+        self.guard.roll_back = _take_back
+        try:
+            yield
+        finally:
+            self.guard.roll_back = None
+
+    @section("load")
+    def _roll_back(self, found: str, num_read: int) -> None:
+        """Go back to the newest checkpoint, after data for so many updates has been read. Collective."""
+        trainer = self.trainer
+        trainer.roll_back(found, self.trial, num_read)
+        trainer.run_checkpoints.end_update(None)
+        self.model.zero_grad()
+        control = trainer.control
+        control.should_log = control.should_evaluate = control.should_save = False
+        control.should_training_stop |= trainer.state.global_step >= trainer.state.max_steps
+        PROGRESS.updates = trainer.state.global_step
+
+    def _log_save_evaluate(self) -> None:
+        """Log, evaluate and save where that is due; where a signal ends the run, save and end. Collective."""
+        trainer = self.trainer
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss,
+            self.grad_norm,
+            self.model,
+            self.trial,
+            self.epoch,
+            self.ignore_keys_for_eval,
+            self.start_time,
+            learning_rate=self.learning_rate,
+        )
+        if (trainer.decisions is not None or trainer.stop_signals.is_requested) and trainer.is_preempted:
+            trainer.save_and_end(self.model, self.trial)
+
+    def end(self) -> None:
+        """Call back at the end of the epoch, then log, save and evaluate where that is due. Collective."""
+        trainer = self.trainer
+        if self.step < 0:
+            upstream_logger.warning(
+                "There seems not to be a single sample in your epoch_iterator, stopping training at step"
+                f" {trainer.state.global_step}! This is expected if you're using an IterableDataset and set"
+                f" num_steps ({trainer.state.max_steps}) higher than the number of available samples."
+            )
+            trainer.control.should_training_stop = True
+        with raise_together(trainer.accelerator.process, "on_epoch_end"):
+            trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
+        if trainer.decisions is not None:
+            trainer.decisions.end_epoch(trainer.control)
+        if self.guard is not None:
+            try:
+                self.guard.look()
+            except UpdateTakenBackError as taken:
+                self._roll_back(str(taken), trainer.state.global_step)
+        self._log_save_evaluate()

@@ -1,0 +1,201 @@
+"""What save_state and load_state refuse, name and keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_trainer import Accelerator, ProjectConfiguration
+from accel_trainer.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    DiskFullError,
+    IncompatibleCheckpointError,
+    ProcessGroupError,
+)
+from tests.checkpoint.small_run import Counter
+from tests.fault_injection import fault_env
+from tests.ranks import run_ranks
+
+
+def prepared(width: int = 3, **arguments: Any) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+    accelerator = Accelerator(cpu=True, **arguments)
+    model = nn.Linear(width, 1)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def step(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_registered_objects_and_random_streams_come_back(tmp_path: Path):
+    accelerator, model, optimizer = prepared()
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    step(accelerator, model, optimizer)
+    counter.count = 5
+    accelerator.save_state(tmp_path / "s")
+    drawn = torch.rand(3)
+    counter.count = 9
+    accelerator.load_state(tmp_path / "s")
+    assert counter.count == 5
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_an_object_without_a_state_is_refused():
+    with pytest.raises(ConfigError, match=r"Item at index 1 \(object\) cannot be registered .*give it state_dict"):
+        Accelerator(cpu=True).register_for_checkpointing(Counter(), object())
+
+
+def test_the_checkpoint_holds_no_pickle(tmp_path: Path):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "s")
+    names = {path.name for path in (tmp_path / "s").iterdir()} - {"COMMITTED"}
+    assert {Path(name).suffix for name in names} == {".json", ".safetensors"}
+
+
+def test_automatic_naming_counts_on_after_a_load_and_keeps_the_newest(tmp_path: Path):
+    configuration = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator, *_ = prepared(project_config=configuration)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "notes.txt").write_text("a stray file")
+    assert [accelerator.save_state().name for _ in range(3)] == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    again = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    resumed, *_ = prepared(project_config=again)
+    resumed.load_state()
+    assert resumed.save_state().name == "checkpoint_3"
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name != "_lock")
+    assert kept == ["checkpoint_2", "checkpoint_3", "notes.txt"]
+
+
+def test_a_limit_that_keeps_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"total_limit=0\): keep 1 or more"):
+        ProjectConfiguration(total_limit=0)
+
+
+def test_an_explicit_directory_is_honoured_beside_automatic_naming(tmp_path: Path):
+    configuration = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True)
+    accelerator, *_ = prepared(project_config=configuration)
+    assert accelerator.save_state(tmp_path / "mine") == tmp_path / "mine"
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_without_any_directory_saving_says_what_to_give():
+    with pytest.raises(ConfigError, match=r"without a directory; pass output_dir, or turn on"):
+        prepared()[0].save_state()
+    with pytest.raises(ConfigError, match=r"without a directory; pass one"):
+        prepared()[0].load_state()
+
+
+def test_an_empty_project_has_nothing_to_load(tmp_path: Path):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint_N in .*checkpoints"):
+        prepared(project_dir=tmp_path)[0].load_state()
+
+
+def test_another_shape_is_named_and_loads_nothing(tmp_path: Path):
+    accelerator, *_ = prepared()
+    accelerator.save_state(tmp_path / "s")
+    other, model, _ = prepared(width=4)
+    before = model.weight.detach().clone()
+    with pytest.raises(IncompatibleCheckpointError, match=r"weight is \(1, 3\) in the checkpoint and \(1, 4\)"):
+        other.load_state(tmp_path / "s")
+    assert torch.equal(model.weight, before)
+
+
+def test_other_parameter_names_are_listed(tmp_path: Path):
+    accelerator, *_ = prepared()
+    accelerator.save_state(tmp_path / "s")
+    other = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(3, 1))
+    other.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(IncompatibleCheckpointError, match=r"missing in the checkpoint: '0\.weight', '0\.bias'; not in"):
+        other.load_state(tmp_path / "s")
+
+
+def test_a_missing_registered_object_is_an_error(tmp_path: Path):
+    accelerator, *_ = prepared()
+    accelerator.save_state(tmp_path / "s")
+    accelerator.register_for_checkpointing(Counter())
+    with pytest.raises(IncompatibleCheckpointError, match=r"registered and not in it: 'Counter'\. Register"):
+        accelerator.load_state(tmp_path / "s")
+
+
+def test_no_manifest_is_no_checkpoint(tmp_path: Path):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint in .*manifest.json is missing"):
+        prepared()[0].load_state(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path):
+    accelerator, *_ = prepared()
+    accelerator.save_state(tmp_path / "s")
+    (tmp_path / "s" / "random_0.json").unlink()
+    with pytest.raises(CheckpointNotFoundError, match=r"random_0\.json is missing; the checkpoint is incomplete"):
+        accelerator.load_state(tmp_path / "s")
+
+
+def test_optimizer_groups_that_differ_are_an_error_and_not_a_reset(tmp_path: Path):
+    accelerator, model, optimizer = prepared()
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "s")
+    other = Accelerator(cpu=True)
+    model = nn.Linear(3, 1)
+    other.prepare(model, torch.optim.AdamW([model.weight]))
+    with pytest.raises(IncompatibleCheckpointError, match=r"not in this optimizer: 'bias'\. Build the"):
+        other.load_state(tmp_path / "s")
+
+
+class Gathered:
+    """An object whose state is the same on all ranks once they have gathered it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: parameter.full_tensor() for name, parameter in self.model.named_parameters()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take."""
+
+
+def save_what_is_gathered(directory: Path) -> str:
+    accelerator, model, _ = prepared(strategy="fsdp2")
+    accelerator.register_for_checkpointing(Gathered(model))
+    try:
+        accelerator.save_state(directory)
+    except (DiskFullError, ProcessGroupError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def test_an_object_that_gathers_is_not_asked_once_a_rank_has_failed(tmp_path: Path):
+    env = fault_env("enospc@save.mid_shard:rank=1")
+    told = run_ranks(save_what_is_gathered, 2, tmp_path / "s", env=env)
+    assert told[0].startswith("RemoteRankError: rank 1 failed in save of the state: accel_trainer.errors.DiskFullError")
+    assert told[1].startswith("DiskFullError: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_within_a_window(directory: Path) -> str:
+    accelerator, model, _ = prepared(strategy="fsdp2", gradient_accumulation_steps=2)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+    try:
+        accelerator.save_state(directory)
+    except (DiskFullError, ProcessGroupError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def test_gradients_of_a_window_are_gathered_before_a_rank_may_fail(tmp_path: Path):
+    # Pass 0 writes the model's part, pass 1 the random streams: there is no optimizer state before the first step.
+    env = fault_env("enospc@save.mid_shard:rank=1:step=1")
+    told = run_ranks(save_within_a_window, 2, tmp_path / "s", env=env)
+    assert told[0].startswith("RemoteRankError: rank 1 failed in save of the state: accel_trainer.errors.DiskFull")
+    assert "random_1" in told[0]

@@ -1,0 +1,270 @@
+"""Plans of layouts: against steps of real ranks, closed forms, and at sizes that nobody has here."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_trainer.config import resolve
+from accel_trainer.contrib.planning.planner import Cluster, LayoutPlan, Workload, fake_job, plan_layout
+from accel_trainer.errors import ConfigError
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator", "transformers.models.auto.modeling_auto", "torch.profiler")
+
+# B batch, L sequence
+B, L = 2, 48
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {"strategy": "fsdp2"}),
+    "fsdp2 bf16": (2, {"strategy": "fsdp2", "mixed_precision": "bf16"}),
+    "checkpointing": (2, {"strategy": "fsdp2", "fsdp": {"activation_checkpointing": True}}),
+    "ddp": (2, {"strategy": "ddp"}),
+    "ddp copies": (2, {"strategy": "ddp", "ddp": {"gradient_as_bucket_view": False}}),
+    "tp": (2, {"parallel": {"tp_size": 2}}),
+    "sp": (2, {"parallel": {"sp_size": 2}}),
+    "accumulation": (2, {"strategy": "fsdp2", "accumulation": {"num_steps": 3}}),
+    "tp x fsdp2": (4, {"parallel": {"tp_size": 2}}),
+    "hsdp": (4, {"parallel": {"dp_replicate_size": 2, "dp_shard_size": 2}}),
+    "mixtral": (2, {"strategy": "fsdp2"}),
+    "mixtral ep": (2, {"parallel": {"ep_size": 2}}),
+    "qwen3_moe tp": (2, {"parallel": {"tp_size": 2}}),
+    "qwen3_moe ep": (4, {"parallel": {"ep_size": 2}}),
+    "mixtral ep x sp": (4, {"parallel": {"ep_size": 2, "sp_size": 2}}),
+}
+
+
+def build(name: str = "llama") -> nn.Module:
+    """Return the small model of a layout; tokens of mixtures go to their experts in turn."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = name.partition(" ")[0]
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 500, "num_hidden_layers": 2}
+    if kind not in ("mixtral", "qwen3_moe"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
+    number = "num_experts" if kind == "qwen3_moe" else "num_local_experts"
+    sizes |= {"moe_intermediate_size": 96, "head_dim": 16, number: 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    for where, module in model.named_modules():
+        if where.endswith("mlp.gate"):
+            module.register_forward_hook(in_turn)
+    return model
+
+
+def in_turn(module: nn.Module, args: Any, output: Any) -> Any:
+    *others, chosen = output
+    return (*others, torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % 4)
+
+
+def plan(
+    num_processes: int, options: dict[str, Any], ranks_per_node: int = 8, name: str = "llama", **workload: Any
+) -> LayoutPlan:
+    with torch.device("meta"):
+        model = build(name)
+    resolved = resolve(file=options, environ={})
+    cluster = Cluster(ranks_per_node=ranks_per_node)
+    return plan_layout(model, resolved, num_processes, Workload(batch=B, sequence=L, **workload), cluster)
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------------
+
+
+class RealRank:
+    """A prepared model on this rank, and the sizes of its updates."""
+
+    def __init__(self, name: str) -> None:
+        from accel_trainer import Accelerator
+
+        self.accelerator = Accelerator(cpu=True, config=LAYOUTS[name][1])
+        model = build(name)
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        self.tokens_BL = torch.zeros(B, L, dtype=torch.long)
+        self.gradients = 0
+
+    def update(self) -> None:
+        for _ in range(self.accelerator.gradient_accumulation_steps):
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(input_ids=self.tokens_BL, labels=self.tokens_BL).loss
+                self.accelerator.backward(loss)
+                del loss
+                if self.accelerator.sync_gradients:
+                    self.gradients = size(p.grad for p in self.model.parameters())
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def saved_bytes(self) -> int:
+        """Return what autograd keeps between forward and backward, but parameters and what was freed again."""
+        saved = {}
+
+        def pack(tensor: Any) -> Any:
+            storage = tensor.untyped_storage()
+            saved[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = self.model(input_ids=self.tokens_BL, labels=self.tokens_BL).loss
+        own = {local(p).untyped_storage().data_ptr() for p in self.model.parameters()}
+        num_bytes = sum(storage.nbytes() for at, storage in saved.items() if at not in own)
+        self.accelerator.backward(loss)
+        return num_bytes
+
+    def profiled_update(self) -> tuple[int, Counter[str], int]:
+        """Return by how much the allocator's memory grew at most in an update, its collectives, and rows' bytes."""
+        from torch.profiler import ProfilerActivity, profile
+
+        time.sleep(0.1)  # gloo's threads let go of what they have sent
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiled:
+            self.update()
+        events = profiled.profiler.kineto_results.events()
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        calls = Counter(event.name() for event in events if event.name().startswith("c10d::"))
+        exchanged = [event.shapes()[0] for event in events if event.name() == "c10d::alltoall_base_"]
+        num_bytes = sum(4 * math.prod(shape) for shape in exchanged)
+        return max(itertools.accumulate(change for _, change in changes)), calls, num_bytes
+
+
+def local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def size(tensors: Any) -> int:
+    return sum(local(tensor).nbytes for tensor in tensors)
+
+
+def measure(name: str) -> dict[str, Any]:
+    rank = RealRank(name)
+    for _ in range(2):  # DDP makes its buckets anew after the first
+        rank.update()
+    gc.collect()
+    # Of several: on a busy machine gloo's threads hold buffers of an update for longer.
+    peak, calls, exchanged = min((rank.profiled_update() for _ in range(4)), key=lambda each: each[0])
+    found = {"parameters": size(rank.model.parameters()), "gradients": rank.gradients, "calls": calls}
+    found["exchanged"] = exchanged
+    found["optimizer_state"] = size(value for state in rank.optimizer.state.values() for value in state.values())
+    buckets = rank.gradients if name.startswith("ddp") else 0
+    fixed = found["parameters"] + found["optimizer_state"] + buckets + 2 * rank.tokens_BL.nbytes
+    found |= {"peak": fixed + peak, "activations": rank.saved_bytes()}
+    rank.accelerator.free_memory()
+    return found
+
+
+def measure_all(num_processes: int) -> dict[str, Any]:
+    return {name: measure(name) for name, (ranks, _) in LAYOUTS.items() if ranks == num_processes}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[Any]]:
+    by_rank = {ranks: run_ranks(measure_all, ranks, ranks, timeout=120) for ranks in (2, 4)}
+    return {name: [found[name] for found in by_rank[ranks]] for name, (ranks, _) in LAYOUTS.items()}
+
+
+NAMES = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_plan_is_what_a_rank_takes(name: str, measured: dict[str, list[Any]]):
+    num_processes, options = LAYOUTS[name]
+    planned = plan(num_processes, options, name=name)
+    found = measured[name][0]
+    for part in ("parameters", "gradients", "optimizer_state"):
+        assert getattr(planned, part) == found[part], part
+    assert planned.activations == pytest.approx(found["activations"], rel=0.05)
+    assert planned.peak == pytest.approx(min(each["peak"] for each in measured[name]), rel=0.05)
+    calls: Counter[str] = Counter()
+    for call, times in found["calls"].items():
+        calls[NAMES.get(call.removeprefix("c10d::"), "all_reduce")] += times * ("broadcast" not in call)
+    exchanged: Counter[str] = Counter()
+    for exchange in planned.exchanges:
+        exchanged[exchange.kind] += exchange.calls
+    assert exchanged == +calls
+    exchanged_bytes = sum(each.num_bytes for each in planned.exchanges if each.kind == "all_to_all")
+    assert exchanged_bytes == pytest.approx(found["exchanged"], rel=0.05)
+    assert planned.assumes_balance == name.startswith(("mixtral", "qwen3_moe"))
+
+
+# --- closed forms -----------------------------------------------------------------------------------------------------
+
+LAYER, OUTER, NORM = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 160 + 2 * 64, 500 * 64, 64
+"""Parameters of a layer, of the embedding as of the head, and of the norm between layers and head."""
+
+
+def test_collectives_are_those_of_full_parameters_and_take_what_a_ring_takes():
+    planned = plan(8, {"parallel": {"dp_replicate_size": 2, "dp_shard_size": 4}}, ranks_per_node=4)
+    gather, scatter, reduce = planned.exchanges
+    full = 4 * (2 * LAYER + 2 * OUTER + NORM)
+    assert (gather.kind, gather.axis, gather.num_ranks, gather.calls) == ("all_gather", "dp_shard", 4, 5)
+    assert gather.num_bytes == full + 4 * 2 * LAYER  # layers are gathered again for the backward
+    assert gather.seconds == pytest.approx(gather.num_bytes * 3 / 4 / 300e9)  # within a machine
+    assert (scatter.kind, scatter.num_bytes) == ("reduce_scatter", full)
+    assert (reduce.kind, reduce.axis, reduce.num_bytes) == ("all_reduce", "dp_replicate", full // 4)
+    assert reduce.seconds == pytest.approx(2 * reduce.num_bytes / 2 / 50e9)  # two machines, a link of each rank
+    assert not any(each.is_awaited for each in planned.exchanges)
+    # Backward twice the products of the forward; attention computes its scores again.
+    matrices, scores_and_values = 2 * L * (2 * (LAYER - 2 * 64) + OUTER), 2 * 2 * 2 * L * L * 64
+    assert planned.flops == B * (3 * matrices + 3.5 * scores_and_values)
+
+
+def test_what_ranks_of_one_sample_exchange_is_waited_for():
+    planned = plan(8, {"parallel": {"tp_size": 2}})
+    awaited = [each for each in planned.exchanges if each.is_awaited]
+    assert {each.axis for each in awaited} == {"tp"}
+    assert (planned.num_readers, planned.rows) == (4, 4 * B)
+    assert planned.exposed_seconds >= sum(each.seconds for each in awaited)
+    sums = [each for each in awaited if each.kind == "all_reduce"]
+    # Of embedding, attention and MLP in a layer, forward and backward, tokens of all rows.
+    assert sums[0].num_bytes % (4 * B * L * 64) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "workload", "message"),
+    [
+        ({"strategy": "deepspeed", "deepspeed": {"zero_optimization": {"stage": 3}}}, {}, "plan strategy 'fsdp2'"),
+        ({"strategy": "fsdp2", "fsdp": {"offload_params": True}}, {}, "offload_params=true .* of one device"),
+        ({"strategy": "fsdp2"}, {"optimizer": "adamv"}, "no optimizer 'adamv' in torch.optim; did you mean 'adam'"),
+        ({"parallel": {"tp_size": 3}}, {}, "makes 3 process.es., and this job has 4"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options: dict[str, Any], workload: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        plan(4, options, **workload)
+
+
+def test_a_process_of_a_job_plans_nothing():
+    with (
+        fake_job(4, 4),
+        pytest.raises(ConfigError, match="this process has joined a job; plan in a process of its own"),
+    ):
+        plan(4, {"strategy": "fsdp2"})
+
+
+def test_a_model_whose_step_depends_on_values_is_refused():
+    class Branching(nn.Module):
+        main_input_name = "input_ids"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 4)
+
+        def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+            vectors = self.table(input_ids)
+            return {"loss": vectors.sum() if vectors.sum().item() > 0 else vectors.mean()}
+
+    with torch.device("meta"):
+        model = Branching()
+    resolved = resolve(explicit={"strategy": "fsdp2"}, environ={})
+    with pytest.raises(ConfigError, match="Branching cannot take a step on tensors without values"):
+        plan_layout(model, resolved, 2, Workload(), Cluster())

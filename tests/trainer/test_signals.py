@@ -1,0 +1,269 @@
+"""A decision of one rank is heard by all, and acted on by all at one defined boundary: no rank waits for another."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from tests.ranks import RankFailure, preload, run_ranks
+from tests.strategy_configs import HAS_DEEPSPEED, needs_deepspeed
+from tests.trainer_jobs import build_trainer
+
+if HAS_DEEPSPEED:
+    preload("deepspeed")
+
+FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+ZERO_2 = {
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+# Two epochs of 5 updates: logs after 4 and 8, evaluates after 7 and 10, saves after 6 and 10.
+RUN: dict[str, Any] = {
+    "num_train_epochs": 2, "logging_steps": 4, "eval_strategy": "steps", "eval_steps": 7, "save_strategy": "steps",
+    "save_steps": 6, "eval_samples": 4,
+}  # fmt: skip
+
+Decision = tuple[str, int, str]
+"""An event, the update at which it counts, and the flag that is set there."""
+
+# By what one rank decides: what one process would have to decide for the same run.
+LATER: dict[tuple[str, int], tuple[str, int]] = {
+    ("on_step_end", 2): ("on_step_end", 3),
+    ("on_log", 8): ("on_step_end", 9),
+    ("on_evaluate", 7): ("on_evaluate", 7),  # where the ranks exchange anyway
+    ("on_save", 6): ("on_save", 6),
+    ("on_epoch_end", 5): ("on_epoch_end", 5),
+}
+
+
+class Decider(TrainerCallback):
+    """Sets a flag at an event after an update, on one rank or on all."""
+
+    def __init__(self, decision: Decision, rank: int | None, value: bool = True) -> None:
+        self.decision, self.rank, self.value = decision, rank, value
+
+    def decide(self, event: str, args: Any, state: Any, control: Any) -> None:
+        own_event, step, flag = self.decision
+        if (event, state.global_step) == (own_event, step) and self.rank in (None, args.process_index):
+            setattr(control, flag, self.value)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.decide("on_substep_end", args, state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.decide("on_step_end", args, state, control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.decide("on_log", args, state, control)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.decide("on_evaluate", args, state, control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.decide("on_save", args, state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.decide("on_epoch_end", args, state, control)
+
+
+class Recorder(TrainerCallback):
+    """Notes what the run did, and after which update."""
+
+    def __init__(self) -> None:
+        self.acts: list[tuple[str, int]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.acts.append(("log", state.global_step))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.acts.append(("evaluate", state.global_step))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.acts.append(("save", state.global_step))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.acts.append(("epoch", state.global_step))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.acts.append(("end", state.global_step))
+
+
+def acts_of(folder: str, decider: Decider, global_batch: int = 8, **options: Any) -> list[tuple[str, int]]:
+    """Train, and return what the run did."""
+    recorder = Recorder()
+    run = {**RUN, "save_total_limit": 1, **options}
+    accumulation = run.get("gradient_accumulation_steps", 1)
+    trainer = build_trainer(folder, samples=5 * global_batch * accumulation, **run)
+    trainer.args.per_device_train_batch_size = trainer._train_batch_size = global_batch // trainer.args.world_size
+    trainer.add_callback(decider)
+    trainer.add_callback(recorder)
+    trainer.train()
+    return recorder.acts
+
+
+def decide_on_ranks(
+    folder: str, decisions: list[Decision], rank: int | None, value: bool = True, **options: Any
+) -> list[list[tuple[str, int]]]:
+    """Return what the runs with each of the decisions did on this rank."""
+    return [acts_of(folder, Decider(decision, rank, value), **options) for decision in decisions]
+
+
+@functools.cache
+def alone(folder: Path, decision: Decision) -> list[tuple[str, int]]:
+    return acts_of(str(folder / "alone"), Decider(decision, None))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("event", "step"), LATER)
+def test_a_flag_of_one_rank_is_acted_on_by_all_at_one_boundary(tmp_path, strategy: str, event: str, step: int):
+    decisions = [(event, step, flag) for flag in FLAGS]
+    main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, 1, strategy=strategy, timeout=60)
+
+    assert main == other
+    expected = [alone(tmp_path, (*LATER[event, step], flag)) for flag in FLAGS]
+    if event == "on_log":
+        expected[-1] = alone(tmp_path, (event, step, "should_log"))  # a log that a log asks for is never written
+    assert main == expected
+
+
+def test_a_flag_of_all_ranks_is_acted_on_where_one_process_would(tmp_path):
+    decisions = [(event, step, flag) for event, step in LATER for flag in FLAGS[:3]]
+    main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, None, strategy="ddp", timeout=60)
+    assert main == other == [alone(tmp_path, decision) for decision in decisions]
+
+
+@needs_deepspeed
+def test_under_an_engine_too(tmp_path):
+    decisions = [("on_step_end", 2, flag) for flag in FLAGS]
+    options: dict[str, Any] = {"deepspeed": ZERO_2, "timeout": 60}
+    main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, 1, **options)
+    assert main == other == [alone(tmp_path, ("on_step_end", 3, flag)) for flag in FLAGS]
+
+
+def test_a_stop_within_an_update_of_one_rank_waits_for_the_end_of_the_update(tmp_path):
+    decisions = [("on_substep_end", 2, flag) for flag in FLAGS[:2]]
+    options: dict[str, Any] = {"strategy": "ddp", "gradient_accumulation_steps": 3, "timeout": 60}
+    main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, 1, **options)
+    assert main == other == [alone(tmp_path, ("on_step_end", 3, flag)) for flag in FLAGS[:2]]
+    main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, None, **options)
+    assert main == other == [[("epoch", 2), ("end", 2)], [("epoch", 2), *main[1][1:]]]
+
+
+def test_what_one_rank_clears_and_the_arguments_ask_for_is_done(tmp_path):
+    decisions = [("on_step_end", 6, "should_save"), ("on_step_end", 4, "should_log")]
+    main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, 1, value=False, strategy="ddp", timeout=60)
+    assert main == other == [alone(tmp_path, ("on_step_end", 99, "should_save"))] * 2
+    main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, None, value=False, strategy="ddp", timeout=60)
+    assert [("save", 6) in acts for acts in main] == [("log", 4) not in acts for acts in main] == [False, True]
+
+
+def wish_always(folder: str) -> list[tuple[str, int]]:
+    """Each rank asks for other things after every update."""
+
+    class Restless(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if args.process_index == state.global_step % 3:
+                control.should_log = True
+            if args.process_index == 1:
+                control.should_evaluate = state.global_step > 3
+                control.should_training_stop = state.global_step > 8
+
+    recorder = Recorder()
+    trainer = build_trainer(folder, samples=120, num_train_epochs=2, options={"callbacks": [Restless(), recorder]})
+    trainer.train()
+    return recorder.acts
+
+
+def test_ranks_that_always_want_something_else_stay_together(tmp_path):
+    first, second, third = run_ranks(wish_always, 3, str(tmp_path), timeout=60)
+    assert first == second == third
+    assert ("evaluate", 5) in first  # asked for by one rank after update 4
+    assert first[-1] == ("end", 9)  # where an evaluation that was due lets the ranks exchange what they want
+
+
+def differing_flow(folder: str) -> None:
+    trainer = build_trainer(folder, logging_steps=2)
+    if trainer.args.process_index:
+        trainer.args.logging_strategy = "no"
+    trainer.train()
+
+
+def test_ranks_that_would_log_at_different_updates_are_refused(tmp_path):
+    with pytest.raises(RankFailure, match=r"logging_strategy is steps on rank 0 and no on rank 1.*give it one value"):
+        run_ranks(differing_flow, 2, str(tmp_path))
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def train_by_metrics(folder: str, values: list[list[float]], strategy: str) -> dict[str, Any]:
+    """Train with metrics that differ by rank; return what was decided on them, and what was said.
+
+    Args:
+        values: by rank, the metric of each evaluation.
+    """
+    rank = int(os.environ["RANK"])
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel_trainer.trainer.signals").addHandler(handler)
+    evaluations = iter(values[rank])
+    trainer = build_trainer(
+        folder, strategy=strategy, samples=48, eval_samples=4, eval_strategy="steps", eval_steps=1,
+        save_strategy="best", metric_for_best_model="score", greater_is_better=True, load_best_model_at_end=True,
+        lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0, "mode": "max"},
+        options={
+            "callbacks": [EarlyStoppingCallback(2)],
+            "compute_metrics": lambda prediction: {"score": next(evaluations), "note": f"of rank {rank}"},
+        },
+    )  # fmt: skip
+    trainer.train()
+    return {
+        "step": trainer.state.global_step,
+        "best": (trainer.state.best_metric, trainer.state.best_global_step, trainer.state.best_model_checkpoint),
+        "scores": [entry["eval_score"] for entry in trainer.state.log_history if "eval_score" in entry],
+        "rates": [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry],
+        "said": said,
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_metrics_that_differ_by_rank_are_those_of_rank_0_and_named_once(tmp_path, strategy: str):
+    values = [[1.0, 3.0, 2.0, 2.5, 9.0, 9.0], [1.0, 1.0, 4.0, 5.0, 6.0, 7.0]]
+    main, other = run_ranks(train_by_metrics, 2, str(tmp_path), values, strategy, timeout=60)
+
+    (line,) = main.pop("said")
+    assert "differ between the ranks: eval_score is 3.0 on rank 0 and 1.0 on rank 1. The best model" in line
+    assert other.pop("said") == []
+    assert main == other
+    assert main["step"] == 4  # two evaluations after the best one
+    assert main["best"][:2] == (3.0, 2)
+    assert Path(main["best"][2]).name == "checkpoint-2"
+    assert main["scores"] == values[0][:4]
+    assert main["rates"] == pytest.approx([1e-2, 1e-2, 1e-2, 1e-3])
+
+
+def test_metrics_that_are_computed_on_rank_0_alone_reach_all(tmp_path):
+    main, other = run_ranks(metrics_of_rank_0, 2, str(tmp_path))
+    assert main["eval_score"] == other["eval_score"] == 0.5
+    assert main["said"] == other["said"] == 0
+
+
+def metrics_of_rank_0(folder: str) -> dict[str, Any]:
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record)  # type: ignore[method-assign]
+    logging.getLogger("accel_trainer.trainer.signals").addHandler(handler)
+    rank = int(os.environ["RANK"])
+    metrics = (lambda prediction: {}) if rank else (lambda prediction: {"score": 0.5, "bad": float("nan")})
+    trainer = build_trainer(folder, options={"compute_metrics": metrics})
+    return {**trainer.evaluate(), "said": len(lines)}
