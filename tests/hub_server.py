@@ -31,6 +31,8 @@ class Hub:
     private: list[bool] = field(default_factory=list)
     """Of the repositories."""
     commits: list[Commit] = field(default_factory=list)
+    refuses: bool = False
+    """Whether it answers commits with 403."""
     unknown: list[str] = field(default_factory=list)
 
     def environment(self, home: str) -> dict[str, str]:
@@ -95,6 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(
                 {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]}
             )
+        if "/commit/" in path and self.hub.refuses:
+            return self._answer({"error": "the quota is used up"}, 403)
         if "/commit/" in path:
             name, _, revision = path.removeprefix("/api/models/").partition("/commit/")
             return self._commit(name, revision, [json.loads(line) for line in body.decode().splitlines() if line])

@@ -1,10 +1,13 @@
 """The names of checkpoints: given to a complete directory in one step, numbered, taken from bad and old ones.
 
     NAME                       a checkpoint; one of both is always there while a new one replaces an older one
-    .tmp-NAME-XXXXXXXX         a save that has not ended
-    .old-NAME-XXXXXXXX         the older one, moved aside where the filesystem cannot swap two names
-    .trash-NAME-XXXXXXXX       one that is being removed
+    _tmp-NAME-XXXXXXXX         a save that has not ended
+    _old-NAME-XXXXXXXX         the older one, moved aside where the filesystem cannot swap two names
+    _trash-NAME-XXXXXXXX       one that is being removed
     _bad-NAME-XXXXXXXX         one that was found not to be good; it is kept
+
+All but the first begin with "_": a push of the run's directory to a hub passes such names over (transformers'
+patterns), and ends with an error where what it has listed gets another name.
 
 Numbers decide, never names or times. Only complete checkpoints of ours are ever removed. Needs no torch.
 """
@@ -83,7 +86,7 @@ def publish_name(staged: Path, target: Path) -> Path | None:
     elif _exchange(staged, target):
         leftover = staged
     else:
-        leftover = target.with_name(f".old-{target.name}-{uuid.uuid4().hex[:8]}")
+        leftover = target.with_name(f"_old-{target.name}-{uuid.uuid4().hex[:8]}")
         os.rename(target, leftover)
         os.rename(staged, target)
     # Without it a crash of the machine may undo the rename after the save was acknowledged (rename(2), fsync(2)).
@@ -93,7 +96,7 @@ def publish_name(staged: Path, target: Path) -> Path | None:
 
 def recover_target(target: Path) -> None:
     """Bring back the checkpoint that a save had moved aside when it was killed; one process calls it."""
-    asides = target.parent.glob(f".old-{glob.escape(target.name)}{_UNIQUE}")
+    asides = target.parent.glob(f"_old-{glob.escape(target.name)}{_UNIQUE}")
     aside = next(iter(sorted(path for path in asides if not path.is_symlink())), None)
     # Looked at before the lock is taken, which writes: a load from a read-only disk must work.
     if aside is None or os.path.lexists(target):
@@ -133,7 +136,7 @@ def sweep(directory: Path, name: str | None = None) -> None:
     Of all, those stay that another run is saving under a name with a lock of its own.
     """
     pattern = "*" if name is None else glob.escape(name)
-    for kind in (".tmp", ".trash", ".old"):
+    for kind in ("_tmp", "_trash", "_old"):
         for path in directory.glob(f"{kind}-{pattern}{_UNIQUE}"):
             if path.is_symlink():
                 continue  # no save leaves one
@@ -143,7 +146,7 @@ def sweep(directory: Path, name: str | None = None) -> None:
             if name is None and lock is None:
                 continue
             try:
-                _remove_leftover(path, target if kind == ".old" else None)
+                _remove_leftover(path, target if kind == "_old" else None)
             finally:
                 if lock is not None:
                     lock.release()
@@ -181,7 +184,7 @@ def next_number(directory: Path, prefix: str = PREFIX) -> int:
     Links count, wherever they lead, and files: their names are taken.
     Another Accelerator of the process may save in the background; leftovers of dead runs have been removed.
     """
-    staged = (path.name.removeprefix(f".tmp-{prefix}").rpartition("-")[0] for path in directory.glob(f".tmp-{prefix}*"))
+    staged = (path.name.removeprefix(f"_tmp-{prefix}").rpartition("-")[0] for path in directory.glob(f"_tmp-{prefix}*"))
     saving = [int(number) for number in staged if number.isascii() and number.isdecimal()]
     return 1 + max([-1, *saving, *(number for number, _ in _numbered(directory, prefix))])
 
@@ -230,7 +233,7 @@ def retire(
     removed = []
     # Protected ones count: with keep=2 the best and the newest are left, not the best and two more.
     for path in [path for path in complete if path not in protected][: max(0, len(complete) - max(keep, 1))]:
-        trash = path.with_name(f".trash-{path.name}-{uuid.uuid4().hex[:8]}")
+        trash = path.with_name(f"_trash-{path.name}-{uuid.uuid4().hex[:8]}")
         try:
             # First the name, in one step: a kill in the middle of the removal leaves no checkpoint that looks complete.
             os.rename(path, trash)

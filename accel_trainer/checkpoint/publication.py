@@ -2,7 +2,7 @@
 
 The order of a save, each step on every rank before the next:
 
-1. rank 0 makes `.tmp-NAME-XXXXXXXX` beside the target and broadcasts its name;
+1. rank 0 makes `_tmp-NAME-XXXXXXXX` beside the target and broadcasts its name;
 2. each rank writes its files there, hashing while it writes, and brings each of them and its directory to the disk;
 3. the ranks vote: an error removes the directory, and all ranks raise;
 4. rank 0 gathers the tables of written files; it writes manifest.json, then COMMITTED with its sha256, and brings them
@@ -303,7 +303,7 @@ class Publication:
         error = _error_of(partial(fault_point, "save.begin", self.step))
         # Before the directory exists: where one rank cannot begin, nothing has to be removed.
         needs = gather_or_raise(self.process, self._section, error, self._need_bytes)
-        name = f".tmp-{self.target.name}-{uuid.uuid4().hex[:8]}"
+        name = f"_tmp-{self.target.name}-{uuid.uuid4().hex[:8]}"
         if self.commits:
             error = _error_of(partial(self._make, name, sum(needs[rank] for rank in self._ranks())))
         try:

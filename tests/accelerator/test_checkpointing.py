@@ -253,7 +253,7 @@ def test_r5_a_background_error_is_raised_by_whatever_comes_next(tmp_path: Path, 
     told = run_ranks(fail_in_background, 2, tmp_path, how, env=env)
     assert told[1] == "RuntimeError: fault injected at save.before_vote"
     assert "RuntimeError: fault injected at save.before_vote" in told[0]
-    assert not list(tmp_path.rglob(".tmp-*"))
+    assert not list(tmp_path.rglob("_tmp-*"))
 
 
 def leave_at_once(directory: Path) -> None:

@@ -64,11 +64,11 @@ def test_r1_everything_is_on_the_disk_before_the_name_and_the_name_before_the_wo
     assert calls == [
         "fsync a.safetensors",
         "fsync b.json",
-        "fsync .tmp",
-        "fsync .tmp",
+        "fsync _tmp",
+        "fsync _tmp",
         "fsync manifest.json",
         "fsync COMMITTED",
-        "fsync .tmp",
+        "fsync _tmp",
         "rename to s",
         "fsync run",
         "acknowledged",
@@ -161,12 +161,12 @@ def test_r1_where_names_cannot_be_swapped_the_old_one_is_brought_back(
     assert open_checkpoint(target, ALONE).json("x.json") == "new"
     assert [path.name for path in target.parent.iterdir()] == ["s"]
     # Killed between the two renames: the old one has a hidden name, and the new one is still a temporary directory.
-    target.rename(target.with_name(".old-s-01234567"))
-    (target.parent / ".tmp-s-01234567").mkdir()
+    target.rename(target.with_name("_old-s-01234567"))
+    (target.parent / "_tmp-s-01234567").mkdir()
     selected = Checkpointer(ALONE, CheckpointKind()).select_named(target, "full", lambda manifest: manifest.files)
     assert selected.stored.json("x.json") == "new"
     assert "was moved aside by a save that never ended; it is back" in caplog.text
-    target.rename(target.with_name(".old-s-01234567"))
+    target.rename(target.with_name("_old-s-01234567"))
     publish(target, "newer")
     assert open_checkpoint(target, ALONE).json("x.json") == "newer"
     assert [path.name for path in target.parent.iterdir()] == ["s"]

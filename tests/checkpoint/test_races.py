@@ -66,7 +66,7 @@ def load_while_rank_0_brings_it_back(path: Path, fails: bool) -> str:
 
 def test_all_ranks_wait_for_a_checkpoint_that_was_moved_aside(tmp_path: Path):
     publish(tmp_path / "s", "old")
-    os.rename(tmp_path / "s", tmp_path / ".old-s-01234567")
+    os.rename(tmp_path / "s", tmp_path / "_old-s-01234567")
     assert run_ranks(load_while_rank_0_brings_it_back, 2, tmp_path / "s", False) == ["old", "old"]
 
 
@@ -80,7 +80,7 @@ def test_a_rank_that_cannot_bring_it_back_tells_the_others(tmp_path: Path):
 
 def test_another_machine_may_bring_it_back_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     publish(tmp_path / "s", "old")
-    os.rename(tmp_path / "s", tmp_path / ".old-s-01234567")
+    os.rename(tmp_path / "s", tmp_path / "_old-s-01234567")
     rename = os.rename
 
     def lose(source: Path, target: Path) -> None:
@@ -118,7 +118,7 @@ with publish_directory(Path(sys.argv[1]), ProcessContext(0, 0, 1, 1, torch.devic
 
 
 def test_a_sweep_of_a_directory_leaves_a_save_to_a_name_of_its_own_alone(tmp_path: Path):
-    (tmp_path / ".tmp-dead-01234567").mkdir()
+    (tmp_path / "_tmp-dead-01234567").mkdir()
     saver = subprocess.Popen(
         [sys.executable, "-c", SAVING, str(tmp_path / "checkpoint_5")],
         stdin=subprocess.PIPE,

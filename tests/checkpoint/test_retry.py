@@ -72,7 +72,7 @@ def test_r13_a_limit_that_one_rank_meets_is_everyones_and_the_last_good_one_stay
     assert "MiB are free. Earlier checkpoints are untouched" in told[1]
     assert told[0].startswith("RemoteRankError: rank 1 failed in ")
     assert "DiskFullError" in told[0]
-    assert not list(tmp_path.rglob(".tmp-*"))
+    assert not list(tmp_path.rglob("_tmp-*"))
     assert assert_survived(tmp_path) == 0
 
 
@@ -93,7 +93,7 @@ def test_r12_an_exception_on_one_rank_is_everyones_and_leaves_nothing(tmp_path: 
         told = run_ranks(save_with_little_room, 2, directory, False, False, env=env)
         assert told[1] == f"RuntimeError: fault injected at {point}"
         assert f"RuntimeError: fault injected at {point}" in told[0]
-        assert not list(directory.rglob(".tmp-*"))
+        assert not list(directory.rglob("_tmp-*"))
 
 
 # --- what the run does then ------------------------------------------------------------------------------------------

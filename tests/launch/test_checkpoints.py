@@ -53,7 +53,7 @@ def test_verify_reads_everything_and_says_what_is_bad(directory: Path, capsys: p
 
 
 def test_prune_keeps_the_newest_complete_ones_of_each_kind(directory: Path, capsys: pytest.CaptureFixture[str]):
-    (directory / ".tmp-checkpoint_11-01234567").mkdir()
+    (directory / "_tmp-checkpoint_11-01234567").mkdir()
     with publish_directory(directory / "checkpoint_8", ALONE) as staged:
         staged.write_json("y.json", 8)
     (directory / "checkpoint_10" / "COMMITTED").unlink()

@@ -124,7 +124,8 @@ def write_page(path: Path, runs: Sequence[RecordedRun]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # A push of the directory to a hub passes over names with `_`; by the time its thread reads the file, it is gone.
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"_{path.name}.")
     try:
         # A run is called as its folder is, whose name may be of another encoding.
         with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:

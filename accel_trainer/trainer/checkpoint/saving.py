@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -169,6 +170,8 @@ class SavingMethods(_Upstream):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model so that `from_pretrained` reads it; see upstream. Collective."""
         _check_weights(self, self.model, f"save_model to {output_dir or self.args.output_dir}", "save")
+        # The thread that uploads reads the files that are written here.
+        self._finish_current_push()
         if self.local_replicas is not None and self.local_replicas.is_apart:
             logger.warning_once(
                 "save_model is called between two exchanges of local_steps: these are rank 0's weights; checkpoints, "
@@ -397,7 +400,23 @@ def _push(trainer: Trainer, target: Path) -> None:
     with raise_together(trainer.accelerator.process, f"push of {target}"):
         # The directory is uploaded with all its files, and the lock is not for others.
         trainer.run_checkpoints.checkpointer.release_directory()
+        if trainer.args.hub_always_push:
+            # Upstream copies the next weights over those that its thread reads; without the option it skips a push.
+            trainer._finish_current_push()
         trainer._push_from_checkpoint(str(target))
+        for job in getattr(trainer.push_in_progress, "jobs", ()):
+            job.add_done_callback(_note_failed_push)
+
+
+def _note_failed_push(job: Future[Any]) -> None:
+    """Say why a push did not arrive: upstream waits for its thread and never asks."""
+    if not job.cancelled() and (error := job.exception()) is not None:
+        logger.warning(
+            "a push to the hub failed (%s: %s); its files are on this disk only, until the next push or "
+            "trainer.push_to_hub()",
+            type(error).__name__,
+            str(error),
+        )
 
 
 def _check_weights(trainer: Trainer, model: nn.Module, section: str, doing: Literal["save", "load"]) -> None:

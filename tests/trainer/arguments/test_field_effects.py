@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import HfApi, close_session
+from huggingface_hub.utils import filter_repo_objects
 from transformers import TrainerCallback
 
 import accel_trainer.trainer.trainer as trainer_module
+from accel_trainer.runtime.fault_point import set_fault_hook
 from tests.hub_server import Hub, serve_hub
 from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer
@@ -70,6 +73,35 @@ def test_a_push_goes_to_the_repository_the_branch_and_with_the_token_that_were_g
     assert len(hub.commits) >= 3  # two saves, and the end
     assert {commit.revision for commit in hub.commits} == {"draft"}
     assert {commit.token for commit in hub.commits} == {TOKEN}
+
+
+def test_a_push_lists_no_file_that_is_being_written(tmp_path):
+    listed: set[str] = set()
+
+    def list_for_upload(*args: Any) -> None:
+        names = [path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*")]
+        listed.update(filter_repo_objects(names, ignore_patterns=["_*", "checkpoint-*"]))  # as upstream's push does
+
+    set_fault_hook(list_for_upload)
+    try:
+        build_trainer(tmp_path / "out", save_strategy="steps", save_steps=4).train()
+    finally:
+        set_fault_hook(None)
+
+    assert listed == set()
+
+
+def test_a_push_that_failed_is_a_warning(tmp_path, hub, caplog):
+    hub.refuses = True
+    trainer = build_trainer(
+        tmp_path / "out", push_to_hub=True, hub_token=TOKEN, hub_strategy="every_save", hub_always_push=True,
+        save_strategy="steps", save_steps=4,
+    )  # fmt: skip
+    trainer.train()
+
+    failures = [record.getMessage() for record in caplog.records if "a push to the hub failed" in record.getMessage()]
+    assert len(failures) == 2
+    assert all(re.search(r"403.*on this disk only", text, re.DOTALL) for text in failures)
 
 
 @pytest.mark.parametrize("strategy", ["end", "checkpoint", "all_checkpoints"])
