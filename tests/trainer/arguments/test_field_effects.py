@@ -53,11 +53,14 @@ def hub(monkeypatch) -> Iterator[Hub]:
     with serve_hub() as hub:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint)
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("transformers.utils.hub._hf_api", HfApi(endpoint=hub.endpoint))
+        api = HfApi(endpoint=hub.endpoint)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", api)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         monkeypatch.setenv("no_proxy", "127.0.0.1")
         yield hub
         close_session()
+        if api._thread_pool is not None:
+            api._thread_pool.shutdown()
 
 
 def test_a_push_goes_to_the_repository_the_branch_and_with_the_token_that_were_given(tmp_path, hub):
