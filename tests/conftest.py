@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.util
 import logging
@@ -114,31 +113,34 @@ def early_fork_server(own_temporary_files: None) -> None:
         sys.modules["tests.ranks"].start_fork_server()
 
 
-def _is_early(request: pytest.FixtureRequest, path: str) -> bool:
-    """Whether what tests of a path wait for is to begin before them: in one process; one of several may wait."""
-    is_one_of_several = hasattr(request.config, "workerinput")
-    return not is_one_of_several and any(path in item.nodeid for item in request.session.items)
+_EARLY = """
+from tests import stand_in, test_user_types
+test_user_types.read_script()
+stand_in.build()
+"""
+_early_builds: list[subprocess.Popen[bytes]] = []
 
 
-@pytest.fixture(scope="session", autouse=True)
-def early_type_check(
-    own_temporary_files: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
-    """Let mypy read a user's script, and with it transformers, while other tests run: half a minute the first time."""
-    with contextlib.ExitStack() as stack:
-        if _is_early(request, "test_user_types"):
-            stack.enter_context(sys.modules["tests.test_user_types"].checking(tmp_path_factory.mktemp("user")))
-        yield
+def _begin_early_builds() -> None:
+    """Let mypy read transformers, and compile the stand-in for an accelerator, while other tests run: a minute."""
+    command = ["nice", sys.executable, "-c", _EARLY]
+    _early_builds.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def early_stand_in(own_temporary_files: None, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile the stand-in for an accelerator while other tests run: ten seconds, once for a release of torch."""
-    with contextlib.ExitStack() as stack:
-        if _is_early(request, "tests/gpu"):
-            command = ["nice", sys.executable, "-c", "from tests import stand_in; stand_in.build()"]
-            stack.callback(stack.enter_context(subprocess.Popen(command, cwd=ROOT)).kill)
-        yield
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Begin what workers of the whole suite would wait for; which tests they collect is not known here."""
+    config = session.config
+    is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS and not config.option.markexpr
+    if is_whole and getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        _begin_early_builds()
+
+
+def pytest_sessionfinish() -> None:
+    """End what nobody waited for."""
+    for build in _early_builds:
+        if build.poll() is None:
+            os.killpg(build.pid, signal.SIGKILL)  # with mypy and the compiler
+            build.wait()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -149,6 +151,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if "torch" in sys.modules:
         # As in the ranks. Threads gain nothing with such small tensors, and wait for each other on a busy machine.
         sys.modules["torch"].set_num_threads(1)
+    is_one_of_several = hasattr(session.config, "workerinput")
+    if not is_one_of_several and any("test_user_types" in item.nodeid for item in session.items):
+        _begin_early_builds()
     needed = any("deepspeed" in item.nodeid or "zero" in item.nodeid for item in session.items)
     if needed and not session.config.option.collectonly and importlib.util.find_spec("deepspeed") is not None:
         compile_collectives()

@@ -11,6 +11,8 @@ import pytest
 
 import accel_trainer
 
+pytestmark = pytest.mark.beside_accelerate
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("accel_trainer", "integrations", "fsdp_configs", "examples")
 FOUNDATIONS = ("errors", "logging", "registry", "tree")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import contextlib
+import fcntl
 import inspect
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -62,32 +62,28 @@ reveal_type(gather)  # type: def (
 """
 
 
-_checks: list[subprocess.Popen[str]] = []
-
-
-@contextlib.contextmanager
-def checking(folder: Path) -> Iterator[None]:
-    """Have mypy read the script meanwhile; transformers and torch are followed, as at a user's."""
-    (folder / "script.py").write_text(SCRIPT)
+def read_script() -> str:
+    """Return mypy's report on the script; transformers and torch are followed, as at a user's."""
+    CACHE.mkdir(parents=True, exist_ok=True)
     options = ("--config-file=", "--ignore-missing-imports", f"--cache-dir={CACHE}")
-    command = ["nice", sys.executable, "-m", "mypy", *options, "script.py"]
-    environment = {**os.environ, "MYPYPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as check:
-        _checks.append(check)
-        try:
-            yield
-        finally:
-            _checks.remove(check)
-            check.kill()
+    # One reads transformers, whichever process of the tests begins; the others find it in the cache.
+    with open(CACHE / "lock", "w") as lock, tempfile.TemporaryDirectory() as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        Path(folder, "script.py").write_text(SCRIPT)
+        check = subprocess.run(
+            [sys.executable, "-m", "mypy", *options, "script.py"],
+            cwd=folder,
+            env={**os.environ, "MYPYPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+    return check.stdout + check.stderr
 
 
 @pytest.fixture(scope="module")
-def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+def reported() -> dict[int, list[str]]:
     """Everything that mypy says of the script, by line."""
-    with contextlib.nullcontext() if _checks else checking(tmp_path_factory.mktemp("user")):
-        output, _ = _checks[0].communicate()
+    output = read_script()
     said: dict[int, list[str]] = {}
     for line in output.splitlines():
         if found := re.match(r"script\.py:(\d+): (?:error|note): (.*)", line):

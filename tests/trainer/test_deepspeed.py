@@ -21,7 +21,7 @@ from tests.strategy_configs import needs_deepspeed
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, summary, train
 
 # Not imported here: that takes seconds, and the ranks have it from their server.
-pytestmark = needs_deepspeed
+pytestmark = [pytest.mark.beside_accelerate, needs_deepspeed]
 preload("deepspeed")
 
 AUTO = {

@@ -14,7 +14,10 @@ from accel_trainer.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, strategy_arguments
 
-pytestmark = pytest.mark.timeout(240)  # the first test waits for the runs that all look at
+pytestmark = [
+    pytest.mark.beside_accelerate,
+    pytest.mark.timeout(240),
+]
 EVAL_SAMPLES = 11
 
 

@@ -15,6 +15,8 @@ from accel_trainer import Accelerator, Trainer, TrainingArguments
 from accel_trainer.errors import ConfigError
 from tests.trainer_jobs import TokenDataset, arguments, build_model, on_ranks, strategy_arguments, summary, train
 
+pytestmark = pytest.mark.beside_accelerate
+
 
 @dataclass
 class ScaledConfig(transformers.TrainingArguments):

@@ -20,6 +20,8 @@ import transformers
 
 from accel_trainer.trainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
+pytestmark = pytest.mark.beside_accelerate
+
 ROOT = Path(__file__).resolve().parents[2]
 OVERRIDES_PAGE = ROOT / "docs" / "trainer_overrides.md"
 

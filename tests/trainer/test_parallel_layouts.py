@@ -12,6 +12,8 @@ import transformers
 from tests.attention_kernels import register_attention_kernels
 from tests.ranks import RankFailure, preload, run_ranks
 
+pytestmark = pytest.mark.beside_accelerate
+
 preload("transformers.trainer", "transformers.models.qwen3.modeling_qwen3", "accel_trainer.trainer.trainer")
 
 NUM_SAMPLES = 11

@@ -12,6 +12,8 @@ import torch
 from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, build_model, build_trainer
 
+pytestmark = pytest.mark.beside_accelerate
+
 SAMPLES = 7
 MAX_LENGTH = 8
 

@@ -15,6 +15,8 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.trainer import Trainer
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, on_ranks
 
+pytestmark = pytest.mark.beside_accelerate
+
 HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 
 # Of a run of 3 updates of 8 rows, the last one of 6, with a line of the log for each.

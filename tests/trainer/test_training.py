@@ -17,7 +17,10 @@ from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, build_model, build_trainer, summary, train
 
 GLOBAL_BATCH = 8
-pytestmark = pytest.mark.timeout(240)  # the first test waits for the runs that all look at
+pytestmark = [
+    pytest.mark.beside_accelerate,
+    pytest.mark.timeout(240),
+]
 
 
 @functools.cache

@@ -13,6 +13,8 @@ import transformers
 from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, summary
 
+pytestmark = pytest.mark.beside_accelerate
+
 HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
 needs_accelerate = pytest.mark.skipif(not HAS_ACCELERATE, reason="Hugging Face accelerate is not installed")
 

@@ -25,6 +25,8 @@ from accel_trainer.utils import FullyShardedDataParallelPlugin
 from tests.ranks import RankFailure, run_ranks
 from tests.trainer_jobs import ACCELERATE_YAML, build_trainer
 
+pytestmark = pytest.mark.beside_accelerate
+
 
 def build(tmp_path: Path, **options: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(tmp_path), **options)

@@ -22,7 +22,10 @@ from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpoint
 from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, build_trainer, summary, train
 
-pytestmark = pytest.mark.timeout(240)  # the first test waits for the runs that all look at
+pytestmark = [
+    pytest.mark.beside_accelerate,
+    pytest.mark.timeout(240),
+]
 TWO_RANKS = ["ddp", "fsdp", "fsdp_sharded"]
 STRATEGIES = ["single", *TWO_RANKS]
 CROSSINGS = [("ddp", "fsdp"), ("fsdp", "ddp"), ("fsdp_sharded", "ddp"), ("fsdp", "fsdp_sharded")]

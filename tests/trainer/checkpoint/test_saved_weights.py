@@ -26,6 +26,8 @@ from tests.trainer_jobs import (
     weights_of,
 )
 
+pytestmark = pytest.mark.beside_accelerate
+
 
 def is_in_a_file(tensor: Tensor) -> bool:
     for line in Path("/proc/self/maps").read_text().splitlines():
