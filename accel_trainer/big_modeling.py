@@ -19,8 +19,7 @@ from accel_trainer.big_models.dispatch import (
 )
 from accel_trainer.big_models.module_hooks import LAYERS_TO_CAST as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accel_trainer.big_models.module_hooks import attach_layerwise_casting_hooks
-from accel_trainer.checkpoint.weights.into_model import load_checkpoint_in_model
-from accel_trainer.checkpoint.weights.meta_device import init_empty_weights, init_on_device
+from accel_trainer.checkpoint.weights.into_model import init_empty_weights, init_on_device, load_checkpoint_in_model
 from accel_trainer.unsupported import explain_missing
 
 __all__ = [

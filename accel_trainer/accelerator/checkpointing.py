@@ -21,16 +21,16 @@ from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.accelerator.single_files import save
 from accel_trainer.big_models.offloaded_state import is_offloaded, lazy_state_dict
 from accel_trainer.checkpoint.changed_run import UpdateBatch, UpdateBatchChange, describe_changes
-from accel_trainer.checkpoint.checkpointer import FilesToRead, SaveJob
+from accel_trainer.checkpoint.checkpointer import SaveJob
 from accel_trainer.checkpoint.disk import as_corrupt
 from accel_trainer.checkpoint.interop.accelerate_state import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.names import PREFIX
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind, Selection, Verify, check_verify
 from accel_trainer.checkpoint.run_state import TrainState, files_to_read, load_train_state, save_train_state
 from accel_trainer.checkpoint.safetensors_file import LazyTensor
-from accel_trainer.checkpoint.weights.writing import make_tensors, save_weights
+from accel_trainer.checkpoint.store import PREFIX
+from accel_trainer.checkpoint.weights.files import make_tensors, save_weights
 from accel_trainer.config import NonFiniteAction
 from accel_trainer.data.loader import LoaderCheckpoint
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, DesyncError
@@ -38,9 +38,9 @@ from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_modul
 from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import StopPoint, run_until_stop, warn_of_new_beginning
 from accel_trainer.runtime.process import find_attempt, read_environment
-from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
+from accel_trainer.runtime.shared_errors import gather_calls, raise_together
 from accel_trainer.runtime.whereabouts import section
-from accel_trainer.strategies.parameter_state.matching import uncompiled_name
+from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
 
 logger = logging.get_logger(__name__)
 
@@ -81,10 +81,6 @@ class RegisteredState:
         self.objects[name or stem] = item
 
 
-def _is_stateful(item: Any) -> bool:
-    return all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 def _own_state(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
     """Return the state_dict of a model that was never prepared, by the user's own names; offloaded weights are read."""
     own = unwrap_module(model)
@@ -122,7 +118,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         wrong = [
             f"{place} ({type(item).__name__})"
             for place, item in zip(places, items, strict=True)
-            if not _is_stateful(item)
+            if not all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
         ]
         if wrong:
             raise ConfigError(
@@ -231,7 +227,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         configuration = self.project_configuration
         if output_dir is not None:
             target = Path(output_dir)
-            directory, name, number = target.parent, target.name, _number_in(target.name)
+            digits = target.name.rpartition("_")[2].rpartition("-")[2]
+            directory, name, number = target.parent, target.name, int(digits) if digits.isdecimal() else None
         elif not configuration.automatic_checkpoint_naming:
             raise ConfigError(
                 "save_state() was called without a directory; pass output_dir, or turn on "
@@ -253,7 +250,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
                 name=name,
                 number=number,
                 write=partial(self._write_state, are_finite=are_finite),
-                need_bytes=self._state_bytes(),
+                need_bytes=sum(each.unit.local_bytes(in_window=each.window.is_open) for each in self._prepared.units),
                 policy=configuration.save_policy,
                 each_node=configuration.save_on_each_node,
                 keep=configuration.total_limit,
@@ -349,15 +346,14 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
         Rank 0's answer counts: scripts take entries out on the main process only.
         """
-        left, error = list(entries), None
-        try:
+
+        def call_hooks() -> list[bool]:
+            left = list(entries)
             for hook in hooks:
                 hook(left, str(directory))
-        except Exception as raised:
-            error = raised
-        kept = [any(own is item for item in left) for own in entries]
-        answer: list[bool] = gather_or_raise(self.process, section, error, kept)[0]
-        return answer
+            return [any(own is item for item in left) for own in entries]
+
+        return gather_calls(self.process, section, call_hooks)[0]
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a background save is complete; raise its error, a ProcessGroupError on other ranks. Collective."""
@@ -403,8 +399,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         """Refuse to save where ranks differ in their updates, learning rates or replicas' weights. Collective.
 
         Raises:
-            DesyncError: on every rank.
-            NonFiniteError: on every rank; the difference is that weights of some are NaN or infinite.
+            DesyncError: on every rank; NonFiniteError where weights of some are NaN or infinite.
         """
         check, scaler = self._prepared.replica_check, self.scaler
         if check is None:
@@ -424,10 +419,6 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         named = [item for prepared in units for item in prepared.unit.module.named_parameters()]
         is_forced = self.config.on_nonfinite is NonFiniteAction.WARN
         return check_weights(named, section, self.process, is_forced=is_forced, doing=doing)
-
-    def _state_bytes(self) -> int:
-        """About how many bytes this rank writes of the models and their optimizers."""
-        return sum(prepared.unit.local_bytes(in_window=prepared.window.is_open) for prepared in self._prepared.units)
 
     # --- resuming --------------------------------------------------------------------------------------------------
 
@@ -483,16 +474,13 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         if missing_ok and not self._has_state(input_dir):
             return None
 
-        def files(manifest: Manifest) -> Iterable[str]:
-            return files_to_read(manifest, self._train_state(), self.process)
-
         metrics = self._checkpointer.metrics
         if input_dir is not None:
-            selection = self._checkpointer.select_named(Path(input_dir), mode, files)
+            selection = self._checkpointer.select_named(Path(input_dir), mode, self._files_to_read)
             with metrics.resuming("load"):
                 outcome = self._load_selected(selection)
         else:
-            selection, outcome = self._load_newest(mode, files)
+            selection, outcome = self._load_newest(mode)
             self.project_configuration.iteration = 1 + int(selection.path.name.removeprefix(PREFIX))
             self._has_own_states = True
         if not self._are_known_finite(selection, mode):
@@ -539,19 +527,19 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         if not self._has_own_states:
             guard.begin_rollback(found, None)
 
-        def files(manifest: Manifest) -> Iterable[str]:
-            return files_to_read(manifest, self._train_state(), self.process)
-
-        selection, _ = self._load_newest("full", files, keeps_place=True)
+        selection, _ = self._load_newest("full", keeps_place=True)
         guard.begin_rollback(found, selection.path)
 
-    def _load_newest(self, verify: Verify, files: FilesToRead, *, keeps_place: bool = False) -> tuple[Selection, str]:
+    def _files_to_read(self, manifest: Manifest) -> Iterable[str]:
+        return files_to_read(manifest, self._train_state(), self.process)
+
+    def _load_newest(self, verify: Verify, *, keeps_place: bool = False) -> tuple[Selection, str]:
         """Load the newest checkpoint that is good; return it and how exact the run goes on. Collective."""
         directory = self._checkpoints_directory()
         missing = CheckpointNotFoundError(f"no {PREFIX}N in {directory.absolute()}; save one with save_state() first")
         passed_over: list[str] = []
         while True:
-            selection = self._checkpointer.select_newest(directory, verify, files, missing, passed_over)
+            selection = self._checkpointer.select_newest(directory, verify, self._files_to_read, missing, passed_over)
             try:
                 with self._checkpointer.metrics.resuming("load"):
                     return selection, self._load_selected(selection, keeps_place=keeps_place)
@@ -653,9 +641,3 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write `obj` to `f` on rank 0 (on each node's first rank with `save_on_each_node`); a no-op elsewhere."""
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization, process=self.process)
-
-
-def _number_in(name: str) -> int | None:
-    """Return the number that a checkpoint's name ends with."""
-    digits = name.rpartition("_")[2].rpartition("-")[2]
-    return int(digits) if digits.isdecimal() else None

@@ -8,11 +8,11 @@ Any number of ranks reads both, with either type. `save_state` writes all of a r
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,24 +26,17 @@ from accel_trainer.checkpoint.interop.export import export_weights, find_weights
 from accel_trainer.checkpoint.run_state import read_on_main
 from accel_trainer.checkpoint.torch_files import PLAIN_ARRAYS, load_torch_file
 from accel_trainer.checkpoint.weights.adapters import is_peft_model
-from accel_trainer.checkpoint.weights.writing import distinct
+from accel_trainer.checkpoint.weights.files import distinct
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.process import ProcessContext, current_process
 from accel_trainer.runtime.shared_errors import raise_together
-from accel_trainer.strategies.api import CheckpointIO, TrainUnit
+from accel_trainer.strategies.api import CheckpointIO
+
+if TYPE_CHECKING:
+    from accel_trainer import Accelerator
 
 logger = get_logger(__name__)
-
-
-class PreparedBy(Protocol):
-    """The members that are used here of the Accelerator that has prepared a model."""
-
-    process: ProcessContext
-
-    def unit_of(self, item: nn.Module | Optimizer) -> TrainUnit:
-        """Return the unit of a prepared model or optimizer."""
-        ...
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +71,6 @@ def save(
         save_on_each_node: write on the first rank of each node.
         safe_serialization: write a state dict as safetensors, by `clean_state_dict_for_safetensors`; else a pickle of
             torch's.
-        process: the rank that this is; None for the process's own job.
     """
     process = process or current_process()
     if not (process.is_local_main if save_on_each_node else process.is_main):
@@ -93,10 +85,7 @@ def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs:
     """Return an object that `torch.load` reads, of plain data, tensors and NumPy's arrays of numbers: no code is run.
 
     Args:
-        **kwargs: arguments of `torch.load`; `weights_only=False` trusts the file.
-
-    Raises:
-        pickle.UnpicklingError: it holds objects of other classes.
+        **kwargs: arguments of `torch.load`; `weights_only=False` trusts the file, of any classes.
     """
     kwargs.setdefault("weights_only", True)
     with torch.serialization.safe_globals(PLAIN_ARRAYS):
@@ -115,7 +104,7 @@ class LoadedKeys(NamedTuple):
 
 def save_fsdp_model(
     fsdp_plugin: Any,
-    accelerator: PreparedBy,
+    accelerator: Accelerator,
     model: nn.Module,
     output_dir: str | Path,
     model_index: int = 0,
@@ -132,7 +121,6 @@ def save_fsdp_model(
 
     Raises:
         ConfigError: the model was not prepared, or `use_dcp` is false.
-        ProcessGroupError: another rank could not write.
     """
     unit, directory = accelerator.unit_of(model), Path(output_dir)
     in_shards, process = _in_shards(fsdp_plugin, use_dcp), accelerator.process
@@ -141,7 +129,9 @@ def save_fsdp_model(
     if in_shards or is_partial:
         own = get_model_state_dict(unit.module, options=StateDictOptions(ignore_frozen_params=is_partial))
     if not in_shards:
-        full = _gather_full(unit, process, own if is_partial else None)
+        lazy = unit.checkpoint_io().lazy_model_state()
+        gathered = ((name, tensor()) for name, tensor in lazy.items() if not is_partial or name in own)
+        full = {name: tensor.cpu() for name, tensor in gathered if process.is_main}
     with raise_together(process, f"save to {directory}"):
         directory.mkdir(parents=True, exist_ok=True)
         if process.is_main and not in_shards:
@@ -150,16 +140,9 @@ def save_fsdp_model(
         dcp.save({"model": own}, storage_writer=dcp.FileSystemWriter(directory / f"pytorch_model_fsdp_{model_index}"))
 
 
-def _gather_full(unit: TrainUnit, process: ProcessContext, names: Collection[str] | None) -> dict[str, Tensor]:
-    """Return the full weights, or those of some names, on the CPU of rank 0; elsewhere `{}`. Collective."""
-    lazy = unit.checkpoint_io().lazy_model_state()
-    gathered = ((name, tensor()) for name, tensor in lazy.items() if names is None or name in names)
-    return {name: tensor.cpu() for name, tensor in gathered if process.is_main}
-
-
 def load_fsdp_model(
     fsdp_plugin: Any,
-    accelerator: PreparedBy,
+    accelerator: Accelerator,
     model: nn.Module,
     input_dir: str | Path,
     model_index: int = 0,
@@ -169,7 +152,6 @@ def load_fsdp_model(
     """Load the files of `save_fsdp_model`, or of accelerate's, into a prepared model. Collective. Arguments as there.
 
     Raises:
-        CheckpointNotFoundError: there are no weights.
         IncompatibleCheckpointError: they are of another model; nothing was changed.
     """
     in_shards, io = _in_shards(fsdp_plugin, use_dcp), accelerator.unit_of(model).checkpoint_io()
@@ -192,7 +174,7 @@ def load_fsdp_model(
 
 def save_fsdp_optimizer(
     fsdp_plugin: Any,
-    accelerator: PreparedBy,
+    accelerator: Accelerator,
     optimizer: Optimizer,
     model: nn.Module,
     output_dir: str | Path,
@@ -216,7 +198,7 @@ def save_fsdp_optimizer(
 
 def load_fsdp_optimizer(
     fsdp_plugin: Any,
-    accelerator: PreparedBy,
+    accelerator: Accelerator,
     optimizer: Optimizer,
     model: nn.Module,
     input_dir: str | Path,
@@ -249,13 +231,6 @@ def merge_fsdp_weights(
     """Write the weights of a directory of shards as files that `from_pretrained` reads, on rank 0. Collective.
 
     The function behind `accel-trainer merge-weights`.
-
-    Args:
-        remove_checkpoint_dir: remove the directory of shards afterwards.
-
-    Raises:
-        CheckpointNotFoundError: there are no weights.
-        ProcessGroupError: rank 0 could not write.
     """
     process = current_process()
     with raise_together(process, f"merge of {checkpoint_dir}"):
@@ -265,7 +240,7 @@ def merge_fsdp_weights(
                 shutil.rmtree(checkpoint_dir)
 
 
-def _optimizer_io(accelerator: PreparedBy, optimizer: Optimizer, model: nn.Module) -> CheckpointIO:
+def _optimizer_io(accelerator: Accelerator, optimizer: Optimizer, model: nn.Module) -> CheckpointIO:
     unit = accelerator.unit_of(model)
     if accelerator.unit_of(optimizer) is not unit:
         raise ConfigError(

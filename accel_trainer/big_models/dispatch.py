@@ -25,7 +25,7 @@ from accel_trainer.big_models.module_tensors import (
     find_tied_parameters,
     retie_parameters,
 )
-from accel_trainer.checkpoint.weights.into_model import describe_names, load_and_index, place_of
+from accel_trainer.checkpoint.weights.into_model import describe_names, load_checkpoint_in_model, place_of
 from accel_trainer.checkpoint.weights.offloaded import (
     OFFLOAD_INDEX_NAME,
     OffloadedWeightsLoader,
@@ -348,7 +348,8 @@ def load_checkpoint_and_dispatch(
             raise ConfigError("device_map has 'meta', where nothing can compute; give devices, 'cpu' or 'disk'")
         check_device_map(model, device_map)
         check_tied_parameters_on_same_device(find_tied_parameters(model), device_map)
-    report, index = load_and_index(
+    index: dict[str, dict[str, Any]] = {}
+    report = load_checkpoint_in_model(
         model,
         checkpoint,
         device_map,
@@ -359,6 +360,7 @@ def load_checkpoint_and_dispatch(
         broadcast_from_rank0=broadcast_from_rank0,
         init_missing=init_missing,
         verify=verify,
+        offload_index=index,
     )
     if report.left_on_meta:
         raise IncompatibleCheckpointError(

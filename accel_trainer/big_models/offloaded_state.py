@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accel_trainer.big_models.alignment import align_module_device, has_offloaded_params, offload_hooks
 from accel_trainer.big_models.module_tensors import Device, set_module_tensor_to_device
-from accel_trainer.checkpoint.safetensors_file import LazyRead, LazyTensor, SafetensorsFile
+from accel_trainer.checkpoint.safetensors_file import LazyTensor, SafetensorsFile
 from accel_trainer.checkpoint.torch_files import load_torch_file
 from accel_trainer.checkpoint.weights.into_model import describe_names, place_of
 from accel_trainer.checkpoint.weights.offloaded import load_offloaded_weight
@@ -35,7 +35,7 @@ def lazy_state_dict(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
             for name, dtype, stored in hook.outlines():
                 found: Tensor | LazyTensor = stored
                 if stored.dtype != dtype:
-                    later = LazyRead(dtype, tuple(stored.shape), partial(stored.to, dtype))
+                    later = LazyTensor(dtype, tuple(stored.shape), partial(stored.to, dtype))
                     found = converted.setdefault((stored.data_ptr(), dtype), later)  # names of tied weights share one
                 offloaded[f"{path}.{name}" if path else name] = found
     state = {name: offloaded.get(name, tensor) for name, tensor in model.state_dict().items()}

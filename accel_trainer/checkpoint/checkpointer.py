@@ -1,7 +1,12 @@
-"""The lifecycle of checkpoints: save, select, wait, close. `Accelerator.save_state` and the Trainer both drive it."""
+"""The lifecycle of checkpoints: save, select, wait, close. `Accelerator.save_state` and the Trainer both drive it.
+
+Of a save in the background a thread writes the staged copies, and the ranks vote on its outcome. Where a disk fails,
+the run ends, goes on without the save, or waits for room.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -9,13 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.background import BackgroundSaver, SavePolicy, save_persistently
 from accel_trainer.checkpoint.disk import explain_full_disk
-from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
 from accel_trainer.checkpoint.manifest import Manifest
-from accel_trainer.checkpoint.names import next_number, numbered_checkpoints, recover_target, retire, sweep
 from accel_trainer.checkpoint.publication import Publication, StagedDirectory
 from accel_trainer.checkpoint.reader import (
     CheckpointKind,
@@ -25,15 +31,209 @@ from accel_trainer.checkpoint.reader import (
     choose_newest,
     has_manifest,
     open_checkpoint,
-    pass_over,
 )
-from accel_trainer.errors import AccelTrainerError, CorruptCheckpointError, ProcessGroupError
+from accel_trainer.checkpoint.safetensors_file import StagingMemory
+from accel_trainer.checkpoint.store import (
+    LOCK_NAME,
+    DirectoryLock,
+    next_number,
+    numbered_checkpoints,
+    pass_over,
+    recover_target,
+    retire,
+    sweep,
+)
+from accel_trainer.errors import (
+    AccelTrainerError,
+    ConfigError,
+    CorruptCheckpointError,
+    DiskFullError,
+    ProcessGroupError,
+    SaveTimeoutError,
+    did_you_mean,
+)
 from accel_trainer.runtime.fault_point import fault_point
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
+from accel_trainer.runtime.shared_errors import gather_calls, gather_or_raise, raise_together
+from accel_trainer.runtime.torch_private import group_timeout
 from accel_trainer.runtime.whereabouts import section
 
 logger = logging.get_logger(__name__)
+
+T = TypeVar("T")
+
+SaveErrorAction = Literal["raise", "warn", "pause"]
+
+RETRY_SECONDS = 60.0
+"""Between two attempts of a save that pauses the run: an operator needs minutes to make room, not milliseconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavePolicy:
+    """The answer to a save that fails for the disk's sake, and limits on waiting."""
+
+    on_save_error: SaveErrorAction = "raise"
+    """"warn" goes on without the save; "pause" tries again every minute."""
+    max_pause_s: float = 3600.0
+    """With "pause": the error is raised after so many seconds."""
+    max_wait_s: float | None = None
+    """Longest wait of a save for the background save before it; None waits until that has ended."""
+
+    def __post_init__(self) -> None:
+        known = get_args(SaveErrorAction)
+        if self.on_save_error not in known:
+            hint = did_you_mean(str(self.on_save_error), known)
+            raise ConfigError(f"on_save_error={self.on_save_error!r}; expected one of {', '.join(known)}{hint}")
+        for name in ("max_pause_s", "max_wait_s"):
+            seconds = getattr(self, name)
+            is_time = isinstance(seconds, int | float) and 0 <= seconds <= 1e9
+            if not is_time and (seconds is not None or name != "max_wait_s"):
+                raise ConfigError(f"{name}={seconds!r}; expected a number of seconds from 0 to 1e9")
+
+    @property
+    def wait_s(self) -> float | None:
+        """Longest wait of a save for the one before it; a save that pauses may take its time on top."""
+        if self.max_wait_s is None:
+            return None
+        return self.max_wait_s + (self.max_pause_s if self.on_save_error == "pause" else 0.0)
+
+
+def save_persistently(
+    save: Callable[[], T],
+    process: ProcessContext,
+    policy: SavePolicy,
+    section: str,
+    group: dist.ProcessGroup | None = None,
+) -> T | None:
+    """Call `save` until it succeeds, as long as the policy allows. Collective, and all ranks act alike.
+
+    The policy is for errors of the disk only: those of the system (`OSError`: full, over the quota, unreachable) and
+    `DiskFullError`. Any other one is raised.
+
+    Args:
+        save: raises on all ranks when it fails on one of them; it can be called again.
+        section: of the messages: "save of run/checkpoint_3".
+
+    Returns:
+        The result of `save`; None where it failed and the policy is to warn.
+    """
+    attempts_left = int(policy.max_pause_s // RETRY_SECONDS)
+    while True:
+        try:
+            return save()
+        except Exception as error:
+            if policy.on_save_error == "raise" or not _is_of_a_disk(error, process, section, group):
+                raise
+            if policy.on_save_error == "warn":
+                logger.warning("%s failed, and the run goes on without it (on_save_error='warn'): %s", section, error)
+                return None
+            if not attempts_left:
+                raise
+            logger.warning(
+                "%s failed: %s. The run is paused (on_save_error='pause'): the next of %d more attempts is in %.0f s",
+                section, error, attempts_left, RETRY_SECONDS,
+            )  # fmt: skip
+        attempts_left -= 1
+        time.sleep(RETRY_SECONDS)
+
+
+def _is_of_a_disk(error: Exception, process: ProcessContext, section: str, group: dist.ProcessGroup | None) -> bool:
+    """Whether every rank failed for its own disk's sake, or because another rank did. Collective."""
+    is_others = isinstance(error, ProcessGroupError)
+    # Some errors of ours are OSErrors for those who catch them (CheckpointNotFoundError): no disk has failed there.
+    is_own = isinstance(error, OSError) and (
+        isinstance(error, DiskFullError) or not isinstance(error, AccelTrainerError)
+    )
+    # Ranks must retry alike: one that retries alone waits in the first collective of `save` for ever.
+    votes = gather_or_raise(process, section, None, (is_others, is_own), group)
+    return all(others or own for others, own in votes) and any(own for _, own in votes)
+
+
+def _new_group(process: ProcessContext) -> dist.ProcessGroup | None:
+    # Without a timeout it would get gloo's default of 30 minutes, whatever the job's own is.
+    return dist.new_group(backend="gloo", timeout=group_timeout()) if process.is_distributed else None
+
+
+class BackgroundSaver:
+    """Writes one staged save at a time, on a thread. Every method is called by the main thread of every rank.
+
+    The thread is not a daemon: the interpreter waits for it at exit, so that the last save of a script completes.
+    """
+
+    def __init__(self, process: ProcessContext) -> None:
+        self._process = process
+        # One group for the thread: collectives of two threads on one group would pair up in any order. The other is
+        # the main thread's, on the CPU, whatever the job's backend.
+        self._thread_group, self._main_group = (_new_group(process), _new_group(process))
+        self.memory = StagingMemory(process.device)
+        self._thread: threading.Thread | None = None
+        self._section = ""
+        self._error: BaseException | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save was started whose outcome the ranks have not voted on yet; the same on all ranks."""
+        return self._thread is not None
+
+    def start(self, publication: Publication, on_commit: Callable[[], None], policy: SavePolicy) -> None:
+        """Write and commit a staged save on a thread, which calls `on_commit` once every rank knows of the commit."""
+        assert self._thread is None
+        self._section, self._error = f"background save of {publication.target}", None
+        self._thread = threading.Thread(
+            target=self._run, args=(publication, on_commit, policy), name="checkpoint-writer"
+        )
+        self._thread.start()
+
+    def _run(self, publication: Publication, on_commit: Callable[[], None], policy: SavePolicy) -> None:
+        commit = partial(publication.commit, self._thread_group, keeps=policy.on_save_error == "pause")
+        try:
+            try:
+                target = save_persistently(commit, self._process, policy, self._section, self._thread_group)
+            finally:
+                # Whatever happened: a staged directory that is not published would count as a save under way.
+                publication.abandon()
+            if target is not None:
+                on_commit()
+        except BaseException as error:
+            self._error = error
+            # Logged at once: the run may end before the main thread waits.
+            logger.error("%s failed: %s", self._section, error, main_process_only=False)
+
+    def poll(self) -> None:
+        """Raise the error of the save in flight, as `wait`, if all ranks have ended it. Collective; once an update."""
+        if self._thread is not None and self._has_ended(self._thread, within_s=0.0):
+            self.wait()
+
+    def _has_ended(self, thread: threading.Thread, within_s: float) -> bool:
+        # Collective.
+        thread.join(within_s)
+        ended = torch.tensor(int(not thread.is_alive()))
+        if self._main_group is not None:
+            # The slowest decides: ranks that disagree on whether a save is over would pair up different collectives.
+            dist.all_reduce(ended, dist.ReduceOp.MIN, group=self._main_group)
+        return bool(ended.item())
+
+    def wait_for_turn(self, policy: SavePolicy) -> bool:
+        """Wait for the save in flight as long as the policy allows, return whether another may begin. Collective."""
+        if self._thread is None or policy.wait_s is None or self._has_ended(self._thread, policy.wait_s):
+            self.wait()
+            return True
+        overdue = f"the {self._section} has not ended after {policy.wait_s:g} s (max_wait_s={policy.max_wait_s:g})"
+        if policy.on_save_error != "warn":
+            raise SaveTimeoutError(
+                f"{overdue}; save less often, give it more time, or have saves skipped with on_save_error='warn'"
+            )
+        logger.warning("%s; this save is skipped (on_save_error='warn')", overdue)
+        return False
+
+    def wait(self) -> None:
+        """Wait for the save in flight, and raise its error, on every rank. Collective."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        gather_or_raise(self._process, self._section, self._error, group=self._main_group)
+
 
 FilesToRead = Callable[[Manifest], Iterable[str]]
 """Names of the files that this rank will read."""
@@ -55,11 +255,6 @@ class CheckpointMetrics:
     def record(self, name: str, value: float) -> None:
         """Set a metric."""
         self.values[name] = value
-
-    def record_stall(self, seconds: float) -> None:
-        """Record how long the run stood still for a save."""
-        self.record("ckpt/stall_s", seconds)
-        self.stalled_seconds += seconds
 
     def begin_resume(self) -> None:
         """Set the times of an earlier resume back."""
@@ -133,11 +328,7 @@ class Checkpointer:
             The checkpoint; None where nothing is saved and the policy is to go on without.
 
         Raises:
-            ConfigError: `job.name` is a file, or a directory that holds something else than a checkpoint.
-            CheckpointLockedError: another run saves there.
-            DiskFullError: there is no room; nothing was written.
-            SaveTimeoutError: the background save before this one has not ended in time.
-            ProcessGroupError: another rank failed.
+            SaveTimeoutError: the background save before this one has not ended in time; for others see `Publication`.
         """
         begin = time.perf_counter()
         if self.background is not None and not self.background.wait_for_turn(job.policy):
@@ -152,7 +343,9 @@ class Checkpointer:
             self.background.start(publication, on_commit, job.policy)
         else:
             on_commit()
-        self.metrics.record_stall(time.perf_counter() - begin)
+        stalled = time.perf_counter() - begin
+        self.metrics.record("ckpt/stall_s", stalled)
+        self.metrics.stalled_seconds += stalled
         return path
 
     def _publish(self, job: SaveJob) -> tuple[Path, Publication]:
@@ -187,15 +380,16 @@ class Checkpointer:
 
     def _reserve_number(self, job: SaveJob) -> int:
         """Lock the run's directory and return the checkpoint's number; the rank that commits decides. Collective."""
-        number, error = job.number or 0, None
-        try:
-            if self.process.is_local_main if job.each_node else self.process.is_main:
+        commits, number = self.process.is_local_main if job.each_node else self.process.is_main, job.number or 0
+
+        def reserve() -> int:
+            if commits:
                 self._lock_directory(job.directory)
-                number = number if job.replaces else max(number, next_number(job.directory, self.kind.prefix))
-        except Exception as raised:
-            error = raised
+            is_given = job.replaces or not commits
+            return number if is_given else max(number, next_number(job.directory, self.kind.prefix))
+
         # With a disk on every node each has counted its own, and all take the highest.
-        return int(max(gather_or_raise(self.process, f"save to {job.directory}", error, number)))
+        return max(gather_calls(self.process, f"save to {job.directory}", reserve))
 
     def _lock_directory(self, directory: Path) -> None:
         """Lock a run's directory until `release_directory`, and remove the remains of dead runs in it."""
@@ -222,12 +416,7 @@ class Checkpointer:
     # --- resuming --------------------------------------------------------------------------------------------------
 
     def open_named(self, path: Path, verify: Verify = "full") -> StoredCheckpoint | None:
-        """Open a checkpoint that the user has named; None for one of another library. Collective.
-
-        Raises:
-            CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError: see StoredCheckpoint.
-            ProcessGroupError: another rank cannot read it.
-        """
+        """Open a checkpoint that the user has named; None for one of another library. Collective."""
         # The other ranks look for it only once it is back.
         with raise_together(self.process, f"load of {path}"):
             if self.process.is_local_main:
@@ -244,17 +433,17 @@ class Checkpointer:
 
     def has_any(self, directory: Path, name: str | None = None) -> bool:
         """Whether a run's directory holds checkpoints, good or bad, or one of a name: rank 0's word. Collective."""
-        found, error = False, None
-        try:
-            if self.process.is_main and name is not None:
+
+        def look() -> bool:
+            if not self.process.is_main:
+                return False
+            if name is not None:
                 recover_target(directory / name)
-                found = (directory / name).exists()
-            elif self.process.is_main:
-                found = bool(numbered_checkpoints(directory, self.kind.prefix))
-                found = found or any(directory.glob(f"_bad-{self.kind.prefix}*"))
-        except Exception as raised:
-            error = raised
-        return bool(gather_or_raise(self.process, f"selection of a checkpoint in {directory}", error, found)[0])
+                return (directory / name).exists()
+            prefix = self.kind.prefix
+            return bool(numbered_checkpoints(directory, prefix)) or any(directory.glob(f"_bad-{prefix}*"))
+
+        return gather_calls(self.process, f"selection of a checkpoint in {directory}", look)[0]
 
     @section("load")
     def select_named(self, path: Path, verify: Verify, files: FilesToRead) -> Selection:
@@ -289,21 +478,18 @@ class Checkpointer:
         Raises:
             CorruptCheckpointError: there are some, and none of them is good.
             IncompatibleCheckpointError: the newest was written by a newer version.
-            ProcessGroupError: another rank failed.
         """
         self.metrics.begin_resume()
-        passed_over = list(known_bad)
+        section, passed_over = f"selection of a checkpoint in {directory}", list(known_bad)
+
+        def choose(bad: list[str]) -> tuple[Path, list[str]]:
+            is_main = self.process.is_main
+            return choose_newest(directory, verify, self.kind, bad, missing) if is_main else directory, bad
+
         while True:
             fault_point("load.select")
             with self.metrics.resuming("select"):
-                choice, error = None, None
-                if self.process.is_main:
-                    try:
-                        choice = choose_newest(directory, verify, self.kind, passed_over, missing)
-                    except (AccelTrainerError, OSError) as raised:
-                        error = raised
-                section = f"selection of a checkpoint in {directory}"
-                path, passed_over = gather_or_raise(self.process, section, error, (choice, passed_over))[0]
+                path, passed_over = gather_calls(self.process, section, partial(choose, passed_over))[0]
                 selection = Selection(path, self._open(path, verify), passed_over)
             flaw = self._verify(selection, files)
             if flaw is None:
@@ -314,10 +500,7 @@ class Checkpointer:
     def pass_over_together(self, selection: Selection, error: Exception) -> bool:
         """Put a checkpoint aside that was found to be corrupt while it was loaded, and return whether it was that.
 
-        Collective: the load has failed on every rank, on some of them because another one had.
-
-        Args:
-            error: this rank's. Of contents that match their checksums, as of a checkpoint that has none.
+        Collective: the load has failed on every rank, with `error` on this one, and on some because another one had.
         """
         flaw = str(error) if isinstance(error, CorruptCheckpointError) else None
         votes = gather_or_raise(
@@ -342,7 +525,7 @@ class Checkpointer:
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait until a background save is complete, and raise the error that it met on any rank. Collective."""
+        """Wait until a background save is complete; see `BackgroundSaver.wait`. Collective."""
         if self.background is not None:
             self.background.wait()
 

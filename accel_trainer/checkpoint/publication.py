@@ -26,19 +26,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_trainer.checkpoint.boxes import Box
-from accel_trainer.checkpoint.checksums import FileEntry, HashingFile, hash_file
 from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_path, write_durably
-from accel_trainer.checkpoint.lock import DirectoryLock, lock_of
 from accel_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
+    FileEntry,
+    HashingFile,
     Manifest,
     TensorEntry,
     check_name,
+    hash_file,
     list_files,
     used_versions,
 )
-from accel_trainer.checkpoint.names import check_target, publish_name, remove_tree, sweep
 from accel_trainer.checkpoint.safetensors_file import (
     LazyTensor,
     StagingMemory,
@@ -46,6 +46,7 @@ from accel_trainer.checkpoint.safetensors_file import (
     tensor_file_bytes,
     write_tensor_file,
 )
+from accel_trainer.checkpoint.store import DirectoryLock, check_target, lock_of, publish_name, remove_tree, sweep
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, ProcessGroupError
 from accel_trainer.runtime.fault_point import fault_point
 from accel_trainer.runtime.process import ProcessContext
@@ -61,7 +62,7 @@ class StagedDirectory(os.PathLike[str]):
     Each rank has its own, over one directory (one per node with `each_node`), and writes files under names that no
     other rank uses. Files that are written by path and not adopted are adopted at the end, by the committing rank.
 
-    When it is given memory, `write_tensors` and `write_json` keep copies, and `write_deferred` writes them, on any
+    When it is given memory, `write_tensors` and `write_json` keep copies, and `finish` writes them, on any
     thread. The other methods act at once.
     """
 
@@ -107,7 +108,7 @@ class StagedDirectory(os.PathLike[str]):
         """Write a safetensors file, one tensor at a time; the caller's tensors are neither copied nor kept.
 
         Args:
-            tensors: tensors, or callables with `dtype` and `shape` that return one when its turn comes.
+            tensors: lazy ones are made when their turn comes.
             slices: of tensors that are shards.
 
         Raises:
@@ -167,12 +168,7 @@ class StagedDirectory(os.PathLike[str]):
             self.files[name] = file.entry
 
     def adopt(self, name: str) -> None:
-        """Record a file, or a folder with all its files, that was written by path; it is read once to be hashed.
-
-        Raises:
-            CheckpointNotFoundError: it is not there.
-            ConfigError: it is a link.
-        """
+        """Record a file, or a folder with all its files, that was written by path; it is read once to be hashed."""
         path = self.path / name
         if path.is_symlink() or not path.exists():
             kind = ConfigError if path.is_symlink() else CheckpointNotFoundError
@@ -190,14 +186,16 @@ class StagedDirectory(os.PathLike[str]):
         if name in self.files or (self.path / name).exists():
             raise ConfigError(f"{name!r} is in {self.path.absolute()} already; each file is written once")
 
-    def write_deferred(self) -> None:
-        """Write the copies that are not written yet, if there are any."""
+    def finish(self) -> None:
+        """Write the copies that are not written yet, and bring the names of this rank's files to the disk."""
         if self._memory is not None:
             self._memory.wait()
         while self._deferred:
             # Removed after it has been written: where the disk fails here, a retry goes on with this file.
             self._deferred[0]()
             del self._deferred[0]
+        self.sync_directories()
+        fault_point("save.before_vote", self.step)
 
     def sync_directories(self) -> None:
         """Bring the names of this rank's files to the disk."""
@@ -214,11 +212,12 @@ def _tensor_entry(
 ) -> TensorEntry:
     dtype, sizes = dtype_name(tensor.dtype), tuple(int(length) for length in tensor.shape)
     if place is None:
-        return TensorEntry(dtype, sizes)
+        return TensorEntry(dtype, sizes, Box.full(sizes))
     shape, offsets = (tuple(int(number) for number in numbers) for numbers in place)
-    if not Box(offsets, sizes).fits(shape):
+    box = Box(offsets, sizes)
+    if not box.fits(shape):
         raise ConfigError(f"the shard {sizes} of tensor {name!r} does not lie at {offsets} of {shape}")
-    return TensorEntry(dtype, shape, offsets, sizes)
+    return TensorEntry(dtype, shape, box)
 
 
 Tables = tuple[dict[str, FileEntry], dict[str, dict[str, TensorEntry]]]
@@ -226,7 +225,6 @@ Tables = tuple[dict[str, FileEntry], dict[str, dict[str, TensorEntry]]]
 
 
 def _error_of(action: Callable[[], object]) -> BaseException | None:
-    """Return the error of an action, this rank's vote."""
     try:
         action()
     except (Exception, SystemExit) as error:
@@ -259,7 +257,6 @@ class Publication:
         """Describe the save; nothing happens yet.
 
         Args:
-            step: number of the checkpoint, for its manifest.
             each_node: every node has a disk of its own, and commits the files of its ranks; rank 0's vote decides.
             need_bytes: size of the files of this rank; the sum over the ranks is compared with the free space.
             memory: for copies of the files until `commit`; see StagedDirectory.
@@ -297,7 +294,7 @@ class Publication:
         Raises:
             ConfigError: the target is a file, or a directory that holds something else than a checkpoint.
             CheckpointLockedError: another run is saving to it.
-            DiskFullError: there is no room.
+            DiskFullError: there is no room; nothing was written.
             ProcessGroupError: another rank failed.
         """
         error = _error_of(partial(fault_point, "save.begin", self.step))
@@ -356,9 +353,6 @@ class Publication:
             group: whose ranks vote; a group of its own where a thread calls this.
             keeps: the staged directory outlives a failure, to be committed by another call, until `abandon`.
 
-        Returns:
-            The name.
-
         Raises:
             ProcessGroupError: another rank failed; nothing was published, and an older checkpoint is still there.
         """
@@ -367,7 +361,7 @@ class Publication:
         is_over = not keeps
         try:
             # Every rank brings its files to the disk before it votes: after the vote any of them may die.
-            error = self._error or _error_of(partial(self._finish_writing, staged))
+            error = self._error or _error_of(staged.finish)
             firsts = gather_or_raise(self.process, self._section, error, self._first, group)
             tables = self._gather_tables(staged, sorted(set(firsts)), group)
             # The second vote: before the rename is durable no rank calls it saved, and none removes an older one.
@@ -389,11 +383,6 @@ class Publication:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-    def _finish_writing(self, staged: StagedDirectory) -> None:
-        staged.write_deferred()
-        staged.sync_directories()
-        fault_point("save.before_vote", self.step)
 
     def _gather_tables(
         self, staged: StagedDirectory, firsts: list[int], group: dist.ProcessGroup | None

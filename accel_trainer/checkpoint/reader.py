@@ -13,16 +13,17 @@ from accel_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
     Manifest,
+    check_checkpoint,
     check_files,
     refuse_extra_files,
     warn_of_writers,
 )
-from accel_trainer.checkpoint.names import PREFIX, numbered_checkpoints, quarantine
 from accel_trainer.checkpoint.safetensors_file import SafetensorsFile
+from accel_trainer.checkpoint.store import PREFIX, numbered_checkpoints, pass_over
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
+from accel_trainer.runtime.shared_errors import gather_calls, gather_or_raise, raise_together
 
 Verify = Literal["full", "size", "off"]
 """The comparison of a file with the manifest before it is used: of contents, of the length, or none."""
@@ -36,16 +37,15 @@ def check_verify(verify: str) -> Verify:
 
 
 class StoredCheckpoint:
-    """A complete checkpoint. Files are verified when they are first asked for, or all at once by `verify_together`."""
+    """A complete checkpoint. Files are verified when they are first asked for, or all at once by `verify_together`.
+
+    Raises:
+        CheckpointNotFoundError: there is no manifest, or the save was never completed.
+        CorruptCheckpointError: the manifest was changed, or there are files that it does not name.
+        IncompatibleCheckpointError: a newer version wrote it.
+    """
 
     def __init__(self, path: Path, process: ProcessContext, verify: Verify = "full") -> None:
-        """Read the manifest.
-
-        Raises:
-            CheckpointNotFoundError: there is no manifest, or the save was never completed.
-            CorruptCheckpointError: the manifest was changed, or there are files that it does not name.
-            IncompatibleCheckpointError: a newer version wrote it.
-        """
         self.path = path
         self.verify = verify
         self.manifest = Manifest.read(path)
@@ -58,19 +58,14 @@ class StoredCheckpoint:
         return name in self.manifest.files
 
     def file(self, name: str) -> Path:
-        """Return the path of a file once its contents were verified.
-
-        Raises:
-            CheckpointNotFoundError: the checkpoint has no such file, or it is gone.
-            CorruptCheckpointError: it was changed.
-        """
+        """Return the path of a file once its contents were verified."""
         if name not in self:
             raise CheckpointNotFoundError(f"{(self.path / name).absolute()} is missing; the checkpoint is incomplete")
         self.check([name])
         return self.path / name
 
     def check(self, names: Iterable[str]) -> None:
-        """Verify files, in parallel, that have not been verified yet; see `file` for the errors."""
+        """Verify files, in parallel, that have not been verified yet; see `check_files` for the errors."""
         waiting = [name for name in dict.fromkeys(names) if name not in self._verified]
         # This rank's share of the node's cores; more than 16 readers do not speed up one disk.
         num_threads = min(16, cores_of_rank(self.process.local_world_size))
@@ -84,8 +79,7 @@ class StoredCheckpoint:
             names: files that this rank will read; None means all.
 
         Raises:
-            CorruptCheckpointError: a rank found a file to be bad; all ranks raise.
-            CheckpointNotFoundError, ProcessGroupError: a file is missing, or another rank cannot read one.
+            CorruptCheckpointError: on all ranks, where one of them found a file to be bad.
         """
         flaw = self.find_flaw_together(names)
         if flaw is not None:
@@ -99,15 +93,16 @@ class StoredCheckpoint:
             wanted = [name for name in wanted if (self.path / name).exists()]
         # A rank knows only what it will read itself; with the others' lists, each file is hashed once per node.
         asked = gather_or_raise(self.process, section, None, wanted)
+
+        def find_flaw() -> str | None:
+            try:
+                self.check(self._share(asked))
+            except CorruptCheckpointError as found:
+                return str(found)
+            return None
+
         # A flaw is voted on, an error of the system is raised: a disk that does not answer is no reason to quarantine.
-        flaw, error = None, None
-        try:
-            self.check(self._share(asked))
-        except CorruptCheckpointError as found:
-            flaw = str(found)
-        except Exception as raised:
-            error = raised
-        flaws = gather_or_raise(self.process, section, error, flaw)
+        flaws = gather_calls(self.process, section, find_flaw)
         # Also those that another rank of the node has compared: it reads the same disk.
         self._verified.update(wanted)
         return next((flaw for flaw in flaws if flaw is not None), None)
@@ -132,21 +127,12 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(path: str | Path, process: ProcessContext, verify: str = "full") -> StoredCheckpoint:
-    """Open a checkpoint on every rank. Collective: all of them can read its manifest, or all raise.
-
-    Raises:
-        CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError: see `StoredCheckpoint`.
-        ProcessGroupError: another rank cannot read it.
-        ConfigError: `verify` is unknown.
-    """
+    """Open a checkpoint on every rank; see `StoredCheckpoint`. Collective: all can read its manifest, or all raise."""
     checked = check_verify(verify)
     with raise_together(process, f"load of {path}"):
         stored = StoredCheckpoint(Path(path), process, checked)
         warn_of_writers(stored.path)
     return stored
-
-
-_VERIFIED = {"full": "contents verified", "size": "lengths verified", "off": "not verified"}
 
 
 # No lambdas: an Accelerator that holds a kind of checkpoints is pickled by name.
@@ -187,10 +173,10 @@ class Selection:
         """How far contents were compared with checksums."""
         if self.stored is None:
             return "not written by accel_trainer, contents not verified"
-        return _VERIFIED[self.stored.verify]
+        return {"full": "contents verified", "size": "lengths verified", "off": "not verified"}[self.stored.verify]
 
     def describe(self, begin: str, facts: Sequence[str]) -> str:
-        """Return a line for the log, which `begin` opens: the checkpoint, facts, and why no newer one was taken."""
+        """Return a line for the log that begins with `begin`: the checkpoint, facts, and why no newer one was taken."""
         named = ", as named" if self.is_named else ""
         passed_over = (f"passed over {line}" for line in self.passed_over)
         return "; ".join([f"{begin} from {self.path}{named}", *facts, *passed_over])
@@ -215,7 +201,13 @@ def choose_newest(
         if path.name in seen:
             continue
         try:
-            _check_outline(path, verify, kind)
+            if not has_manifest(path) and kind.reads_without_manifest(path):
+                kind.check_without_manifest(path)
+            elif verify == "off":
+                Manifest.read(path)
+            else:
+                # Lengths alone, by rank 0: the ranks share out the contents later, in find_flaw_together().
+                check_checkpoint(path, "size")
             return path
         except (CheckpointNotFoundError, CorruptCheckpointError) as flaw:
             pass_over(path, str(flaw), passed_over)
@@ -226,21 +218,3 @@ def choose_newest(
             f"{', '.join([*bad, *passed_over][:5])}. Restore one from a copy, or begin anew in another directory"
         )
     raise missing
-
-
-def _check_outline(path: Path, verify: Verify, kind: CheckpointKind) -> None:
-    """Refuse a checkpoint that was not written to its end, or was cut short since."""
-    if not has_manifest(path) and kind.reads_without_manifest(path):
-        kind.check_without_manifest(path)
-        return
-    manifest = Manifest.read(path)
-    if verify != "off":
-        refuse_extra_files(path, manifest)
-        # Lengths alone, by rank 0: the ranks share out the contents later, in find_flaw_together().
-        check_files(path, manifest, manifest.files, "size", 1)
-
-
-def pass_over(path: Path, reason: str, passed_over: list[str]) -> None:
-    """Rename a bad checkpoint to `_bad-...`, and note the reason."""
-    quarantine(path, reason)
-    passed_over.append(f"{path.name}: {reason}")

@@ -1,6 +1,6 @@
-"""The full training state in a directory: safetensors and JSON, keyed by parameter names.
+"""The full training state in a directory: safetensors and JSON, keyed by parameter names. No pickle.
 
-unit_I.json, unit_I.*          model I and its optimizers' state, as `strategies.api.CheckpointIO` writes them
+unit_I.json, unit_I.*          model I and its optimizers' state, as `CheckpointIO` writes them
 training.safetensors/.json     schedulers, loaders' positions, scaler, registered objects
 random_R.safetensors/.json     random streams of rank R
 window_R.safetensors/.json     gradients of an accumulation window, on rank R, where the save came in the middle of one
@@ -10,56 +10,121 @@ manifest.json, COMMITTED       number of ranks, versions, and the checksum of ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from accel_trainer.checkpoint.disk import as_corrupt
-from accel_trainer.checkpoint.json_codec import decode, encode
 from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.checkpoint.shards import StoredShards, write_shards
-from accel_trainer.errors import IncompatibleCheckpointError
+from accel_trainer.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
 from accel_trainer.runtime.fault_point import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import get_rng_state, reseed_from_saved, set_rng_state
 from accel_trainer.runtime.shared_errors import raise_together
 
-
-class Stateful(Protocol):
-    """Anything with a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as numbers, strings, lists, dicts and tensors."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
-        """Take a state back."""
+OWN_STATE = "own_state"
+"""Key of an optimizer's state that belongs to no parameter; it is saved with the optimizer's first group."""
 
 
-class Schedule(Stateful, Protocol):
-    """A schedule of learning rates."""
+def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
+    """Return `value`, nested Python state, as JSON data; its tensors are put into `tensors` under their paths.
 
-    def check_state(self, state_dict: dict[str, Any], /) -> None:
-        """Refuse a state that cannot be loaded; nothing has changed then."""
+    Holds None, booleans, numbers, strings, lists, tuples, sets of those, dicts with string or number keys, tensors and
+    NumPy arrays and scalars.
+    """
+    if isinstance(value, Tensor):
+        return {"$tensor": _put(value.detach(), tensors, path)}
+    if isinstance(value, np.ndarray):
+        return {"$array": _put(torch.from_numpy(np.ascontiguousarray(value)), tensors, path)}
+    if isinstance(value, np.generic):
+        return encode(value.item(), tensors, path)
+    # JSON has no nan and no infinity; what Python writes for them (NaN) other readers refuse.
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": repr(value)}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, tensors, path)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return _encode_items(value, tensors, path)
+    raise ConfigError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; return "
+        "numbers, strings, lists, dicts and tensors from state_dict()"
+    )
 
 
-class Windows(Protocol):
-    """Accumulation windows, which may be open."""
+def _encode_items(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    # A set in the order of its items, such that equal states make equal files.
+    items = value if isinstance(value, (list, tuple)) else sorted(value)
+    encoded = [encode(item, tensors, f"{path}.{index}") for index, item in enumerate(items)]
+    return encoded if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$set": encoded}
 
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return this rank's gradients of open windows, None where all are closed. Every rank calls it."""
 
-    def plan_load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> Callable[[], None]:
-        """Check the state `read(rank)` of each rank that saved, and return a function that opens the windows with it.
+def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: encode(item, tensors, f"{path}.{key}") for key, item in value.items()}
+    pairs = [[encode(key, tensors, path), encode(item, tensors, f"{path}.{key}")] for key, item in value.items()]
+    # JSON has string keys alone; optimizers number their parameters, and 1 and "1" are two keys.
+    return {"$pairs": pairs}
 
-        Without a reader, the function closes all of them.
-        """
+
+def _put(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> str:
+    """Keep a tensor under its path. Keys with dots can make two paths one: the second gets a number."""
+    name, number = path, 1
+    while name in tensors:
+        number += 1
+        name = f"{path}#{number}"
+    tensors[name] = tensor
+    return name
+
+
+def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the state that `encode` made JSON data and `tensors` of; refuse what it does not make."""
+    try:
+        return _decode(data, tensors)
+    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+        if isinstance(error, IncompatibleCheckpointError):
+            raise
+        raise CorruptCheckpointError(f"the JSON of a state holds what no state has: {error}") from error
+
+
+def _decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(data, list):
+        return [_decode(item, tensors) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if len(data) == 1:
+        ((tag, content),) = data.items()
+        if tag in _DECODERS:
+            return _DECODERS[tag](content, tensors)
+    return {key: _decode(item, tensors) for key, item in data.items()}
+
+
+def _find(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    if name not in tensors:
+        raise IncompatibleCheckpointError(f"tensor {name!r} is named in the JSON and missing in its file")
+    return tensors[name]
+
+
+_DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
+    "$tensor": _find,
+    "$array": lambda name, tensors: _find(name, tensors).numpy(),
+    "$float": lambda text, _: float(text),
+    "$tuple": lambda items, tensors: tuple(_decode(item, tensors) for item in items),
+    "$set": lambda items, tensors: {_decode(item, tensors) for item in items},
+    "$pairs": lambda pairs, tensors: {_decode(key, tensors): _decode(item, tensors) for key, item in pairs},
+}
 
 
 @dataclass
@@ -71,14 +136,16 @@ class TrainState:
     has_optimizer: Sequence[bool]
     has_weights: Sequence[bool]
     """False for a unit whose weights a hook of the user saves or loads; its optimizer stays with us."""
-    schedulers: Sequence[Schedule]
+    schedulers: Sequence[Any]
+    """Stateful, with `check_state(state)` that refuses one that cannot be loaded, before anything changes."""
     loaders: Sequence[Stateful]
     objects: Mapping[str, Stateful]
     """Registered objects by name."""
     scaler: torch.amp.GradScaler | None
     readers: ProcessContext
     """This process among the ranks that read different data: others share their random streams with one of them."""
-    windows: Windows | None = None
+    windows: Any
+    """The accumulation windows, which may be open: `accelerator.accumulation.OpenWindows`."""
     keeps_place: bool = False
     """Loaders, accumulation windows and random streams stay where they are when a state is loaded."""
 
@@ -102,7 +169,7 @@ def save_train_state(staged: StagedDirectory, state: TrainState, process: Proces
             unit.save(staged, f"unit_{index}", weights=state.has_weights[index])
     with raise_together(process, "save of the state"):
         # Before anything is written: it may gather, and a rank whose disk is full would not take part.
-        window = None if state.windows is None else state.windows.state_dict()
+        window = state.windows.state_dict()
         # Of each rank: masks of dropout differ between ranks, and a resume has to draw the same ones.
         _write(staged, f"random_{process.rank}", get_rng_state())
         if window is not None:
@@ -159,12 +226,7 @@ def _read_training(stored: StoredCheckpoint, state: TrainState) -> dict[str, Any
 
 def files_to_read(manifest: Manifest, state: TrainState, process: ProcessContext) -> Iterator[str]:
     """Yield the names of the files that this rank reads in `load_train_state`."""
-    own = (
-        "training.",
-        "window_",
-        "window.",
-        f"random_{_stream_of(manifest, state, process)}.",
-    )
+    own = ("training.", "window_", "window.", f"random_{_stream_of(manifest, state, process)}.")
     yield from (name for name in manifest.files if name.startswith(own))
     for index, unit in enumerate(state.units):
         yield from unit.files(manifest, f"unit_{index}")
@@ -198,7 +260,7 @@ def _check_fits(stored: StoredCheckpoint, training: dict[str, Any], state: Train
 
 def _stateful(training: dict[str, Any], state: TrainState) -> list[tuple[Stateful, Any]]:
     """Return schedulers, loaders, registered objects and the loss scale, each with its stored state."""
-    pairs: list[tuple[Any, Any]] = [
+    pairs: list[tuple[Stateful, Any]] = [
         *zip(state.schedulers, training["schedulers"], strict=True),
         *(() if state.keeps_place else zip(state.loaders, training["loaders"], strict=True)),
         *((state.objects[name], saved) for name, saved in training["objects"].items()),
@@ -215,8 +277,6 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
         A report of the random streams, for the user to read.
 
     Raises:
-        CheckpointNotFoundError: a file is missing.
-        CorruptCheckpointError: a file was changed.
         IncompatibleCheckpointError: it was saved from other objects; nothing was changed.
     """
     manifest = stored.manifest
@@ -256,14 +316,13 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
 
 def _plan_windows(stored: StoredCheckpoint, state: TrainState) -> Callable[[], None]:
     """Check stored accumulation windows, and return a function that opens them again."""
-    if state.windows is None:
-        return lambda: None
     shards = StoredShards(stored, "window")
     held = {name: partial(shards.read_box, name) for name in shards}
     is_open = "window_0.json" in stored
     read = (lambda rank: _read(stored, f"window_{rank}", held)) if is_open else None
     with as_corrupt(stored.path / "window_0.json"):
-        return state.windows.plan_load(read, stored.manifest.world_size)
+        planned: Callable[[], None] = state.windows.plan_load(read, stored.manifest.world_size)
+    return planned
 
 
 def _read_streams(stored: StoredCheckpoint, state: TrainState, process: ProcessContext) -> dict[str, Any] | None:

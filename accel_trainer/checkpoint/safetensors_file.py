@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -49,15 +49,20 @@ _CHUNK_BYTES = 16 * 2**20
 _ALIGNMENT = 64  # of copies in host memory, and of the data of a file: torch's allocator aligns as much, for AVX-512
 
 
-@runtime_checkable
-class LazyTensor(Protocol):
+class LazyTensor:
     """A tensor that is made when it is called, to be written: nobody holds it before or after."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], Tensor]) -> None:
+        self.dtype, self.shape = dtype, shape
+        self._make = make
 
     def __call__(self) -> Tensor:
         """Return the tensor, of that dtype and shape, on any device."""
+        return self._make()
+
+    def numpy(self) -> Any:
+        """Return it as an array."""
+        return self._make().numpy()
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -118,15 +123,10 @@ class StagingMemory:
 
     Of a device with streams the memory is pinned, and the host does not wait for the copies: `wait` does, on the thread
     that reads them. The device ends them before it computes further: not the optimizer alone changes what is saved, a
-    forward changes buffers.
+    forward changes buffers. Copies from another device are complete when `copy` returns.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begin with no memory.
-
-        Args:
-            device: of the tensors; copies of those on another one are complete when `copy` returns.
-        """
         self._device = device
         self._side = SideStream(device) if has_streams(device) else None
         self._ends: list[Any] = []
@@ -138,20 +138,16 @@ class StagingMemory:
         self._free, self._taken = sorted(self._taken, key=Tensor.numel), []
 
     def copy(self, tensors: Mapping[str, Tensor | LazyTensor]) -> dict[str, Tensor]:
-        """Return copies of `tensors`, all in one piece of memory; lazy ones are made in `write_order`.
-
-        They are complete after `wait`.
-        """
+        """Return copies of `tensors`, complete after `wait`; lazy ones are made in `write_order`."""
         rooms = {name: -(-_num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT for name, tensor in tensors.items()}
         # One piece for all: each page-locked piece costs a call of the driver, and thousands of tensors are small.
         buffer = self._take(sum(rooms.values()))
         copies: dict[str, Tensor] = {}
         begin = 0
         for name in write_order(tensors):
-            announced = tensors[name]
-            source = announced if isinstance(announced, Tensor) else announced()
-            copy = buffer[begin : begin + _num_bytes(announced)].view(announced.dtype)
-            copies[name] = copy.reshape(tuple(announced.shape))
+            source, num_bytes = tensors[name], _num_bytes(tensors[name])
+            copies[name] = buffer[begin : begin + num_bytes].view(source.dtype).reshape(tuple(source.shape))
+            source = source if isinstance(source, Tensor) else source()
             if self._side is not None and source.device == self._device:
                 self._side.copy_to_host(source.detach(), copies[name])
             else:
@@ -204,15 +200,12 @@ def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
 
 @torch.no_grad()
 def copy_stored(source: Tensor, target: Tensor) -> None:
-    """Copy a tensor of a mapped file into one of its shape, of any dtype and device.
-
-    Onto a device with streams: through two pinned buffers in turn, one read from the file while the device takes the
-    other.
-    """
+    """Copy a tensor of a mapped file into one of its shape, of any dtype and device."""
     is_plain = source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype
     if not has_streams(target.device) or source.device.type != "cpu" or not is_plain or not source.numel():
         target.copy_(source)
         return
+    # Two pinned buffers in turn: one is read from the file while the device takes the other.
     side = _copy_stream(target.device)
     pieces = source.reshape(-1).view(torch.uint8).split(_CHUNK_BYTES)
     places = target.detach().reshape(-1).view(torch.uint8).split(_CHUNK_BYTES)
@@ -250,27 +243,8 @@ def write_tensor_file(
         del tensor
 
 
-class LazyRead:
-    """A stored tensor that is read when it is called."""
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], Tensor]) -> None:
-        self.dtype, self.shape = dtype, shape
-        self._read = read
-
-    def __call__(self) -> Tensor:
-        """Return the tensor."""
-        return self._read()
-
-    def numpy(self) -> Any:
-        """Return it as an array."""
-        return self._read().numpy()
-
-
 class TensorReader(Mapping[str, Tensor]):
-    """Stored tensors by name: `reader[name]` reads one, full, into host memory.
-
-    A reader that can do better than reading the full tensor overrides the methods below.
-    """
+    """Stored tensors by name: `reader[name]` reads one, full, into host memory; subclasses do it better."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a full tensor."""
@@ -289,16 +263,15 @@ class TensorReader(Mapping[str, Tensor]):
         """Copy a slice of a tensor into `target`, which has its shape, and any dtype and device."""
         copy_stored(self.slice(name, index), target)
 
-    def lazy(self, name: str) -> LazyRead:
+    def lazy(self, name: str) -> LazyTensor:
         """Return a tensor that is read when it is called."""
-        return LazyRead(self.dtype(name), self.shape(name), partial(self.__getitem__, name))
+        return LazyTensor(self.dtype(name), self.shape(name), partial(self.__getitem__, name))
 
 
 class SafetensorsFile(TensorReader):
     """The tensors of a safetensors file. It is mapped, and of a slice only its own bytes are read."""
 
     def __init__(self, path: Path) -> None:
-        """Open a safetensors file."""
         self.path = path
         self._raw: BinaryIO | None = None
         try:
@@ -343,14 +316,9 @@ class SafetensorsFile(TensorReader):
 
     @torch.no_grad()
     def fill(self, name: str, index: Index, target: Tensor) -> None:
-        """Copy a slice of a tensor into `target`, which has its shape, and any dtype and device.
-
-        Full rows lie together in the file: they are read straight into host memory of their dtype, past the mapping,
-        whose pages would count as this process's memory.
-
-        Raises:
-            IncompatibleCheckpointError: the file ends before the tensor does.
-        """
+        """Copy a slice of a tensor into `target`, which has its shape, and any dtype and device."""
+        # Full rows lie together in the file, and go straight into host memory of their dtype: past the mapping, whose
+        # pages would count as this process's memory.
         has_full_rows = index and all(
             each.start == 0 and each.stop == length
             for each, length in zip(index[1:], self.shape(name)[1:], strict=True)

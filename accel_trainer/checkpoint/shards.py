@@ -75,7 +75,7 @@ def local_box(tensor: Tensor) -> Box:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of `tensor`, sharing its memory and without gradients."""
+    """Return this rank's shard of `tensor`, which shares its memory and has no gradients."""
     return _values_of(_shard(tensor)).detach()
 
 
@@ -109,10 +109,8 @@ def set_target_device(tensor: Tensor, device: torch.device) -> None:
 def materialize(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
     """Give a meta tensor uninitialised memory in place: it stays the object that modules and optimizers hold.
 
-    A DTensor gets memory for this rank's shard.
-
-    Args:
-        device: None is the one that `set_target_device` noted, then that of the mesh, then the CPU.
+    A DTensor gets memory for this rank's shard, on the device of its mesh; others on the CPU, unless `device` or
+    `set_target_device` say otherwise.
     """
     place = device or _default_device(tensor)
     # Like the shard and not only of its shape: it may be of a class that FSDP2 asks how it is gathered.
@@ -154,9 +152,6 @@ def write_shards(
     Args:
         ranks: those that write the tensors together; all that write into the directory by default.
         of_first_rank: tensors of which the first of `ranks` writes its values: others may hold other ones.
-
-    Raises:
-        ConfigError: a DTensor is neither sharded nor replicated, or a dtype is unknown to the format.
     """
     own = own_share(tensors, rank, staged.ranks if ranks is None else ranks, of_first_rank)
     locals_, slices = {}, {}
@@ -217,18 +212,17 @@ class TensorShards:
 
 
 class ShardedTensors(TensorReader):
-    """Stored tensors by name, each in one or several shards: any box of one is put together from those that meet it."""
+    """Stored tensors by name, each in one or several shards: any box of one is put together from those that meet it.
+
+    A read raises CorruptCheckpointError where a file does not hold the shards that the metadata say.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: dict[str, TensorShards] = {}
 
     def read_shard(self, name: str, shard: int, index: Index) -> Tensor:
-        """Return a slice of one stored shard.
-
-        Raises:
-            CorruptCheckpointError: it is not what the checkpoint's metadata say.
-        """
+        """Return a slice of one stored shard."""
         raise NotImplementedError
 
     def __getitem__(self, name: str) -> Tensor:
@@ -264,23 +258,19 @@ class ShardedTensors(TensorReader):
         return reads
 
     def read(self, name: str, target: Tensor) -> None:
-        """Fill `target`, plain or a DTensor, with its box of a tensor. On the meta device, it gets its memory.
-
-        Raises:
-            CorruptCheckpointError: a file does not hold the shards that the metadata say.
-        """
+        """Fill `target`, plain or a DTensor, with its box of a tensor. On the meta device, it gets its memory."""
         if target.is_meta:
             materialize(target)
         self.fill_box(name, local_box(target), local_tensor(target))
 
     def read_box(self, name: str, box: Box) -> Tensor:
-        """Return a box of a tensor; see `read` for the errors."""
+        """Return a box of a tensor."""
         values = torch.empty(box.sizes, dtype=self.dtype(name))
         self.fill_box(name, box, values)
         return values
 
     def fill_box(self, name: str, box: Box, target: Tensor) -> None:
-        """Fill a plain tensor of the shape of `box` with that box of a stored one; see `read` for the errors."""
+        """Fill a plain tensor of the shape of `box` with that box of a stored one."""
         for shard, source, place in self.plan(name, box):
             # From the mapped file by all threads of torch: twice as fast as reading into pages that are there.
             copy_stored(self.read_shard(name, shard, source), target[place])
@@ -290,11 +280,6 @@ class StoredShards(ShardedTensors):
     """The tensors that `write_shards` wrote, on however many ranks, by name."""
 
     def __init__(self, stored: StoredCheckpoint, prefix: str) -> None:
-        """Find the shards in the manifest; no file is opened.
-
-        Raises:
-            CorruptCheckpointError: shards of one tensor contradict each other.
-        """
         super().__init__(stored.path)
         # Opened when read: a rank that needs 3 of 512 files opens 3.
         self._open = lru_cache(_MAX_OPEN_FILES)(stored.tensors)
@@ -320,7 +305,7 @@ class StoredShards(ShardedTensors):
         return {self.tensors[name].places[read.shard] for read in self.plan(name, box)}
 
     def read_shard(self, name: str, shard: int, index: Index) -> Tensor:
-        """Return a slice of one stored shard; see `ShardedTensors.read_shard`."""
+        """Return a slice of one stored shard."""
         file = self.tensors[name].places[shard]
         opened = self._open(file)
         if name not in opened:
@@ -332,7 +317,6 @@ class MeanOfReplicas(ShardedTensors):
     """The mean of tensors of which every rank has saved values of its own; of integers, the first rank's values."""
 
     def __init__(self, path: Path, replicas: Sequence[ShardedTensors]) -> None:
-        """Take the replicas of all ranks."""
         super().__init__(path)
         self._replicas = replicas
         self.tensors = replicas[0].tensors
@@ -361,12 +345,7 @@ class MeanOfReplicas(ShardedTensors):
 
 
 def stored_tensors(stored: StoredCheckpoint, prefix: str) -> ShardedTensors:
-    """Return the tensors below a prefix; where every rank has saved a replica of its own, their mean.
-
-    Raises:
-        CorruptCheckpointError: shards of one tensor contradict each other, or the replicas of some ranks are missing.
-        IncompatibleCheckpointError: replicas do not hold the same tensors.
-    """
+    """Return the tensors below a prefix; where every rank has saved a replica of its own, their mean."""
     pattern = re.compile(re.escape(prefix) + r"\.replica_(\d+)\.")
     ranks = sorted({int(found[1]) for file in stored.manifest.tensors if (found := pattern.match(file))})
     if not ranks:

@@ -40,11 +40,7 @@ _NUM_PICKLES = 5
 
 
 def check_torch_pickles(pickled: bytes, path: Path) -> None:
-    """Refuse pickles for torch's unpickler by which a few bytes ask for memory without bound.
-
-    Args:
-        pickled: one pickle, or an old file of torch's from its beginning.
-    """
+    """Refuse pickles for torch's unpickler by which a few bytes ask for memory without bound."""
     if _BUFFER.search(pickled):
         raise CorruptCheckpointError(
             f"{path.absolute()} holds a bytearray, which can ask for memory without bound (0 of them are read); save "
@@ -66,18 +62,6 @@ def check_numbering(pickled: bytes, path: Path) -> None:
                 f"{path.absolute()} gives an object the number {argument:,}, and a pickle of {len(pickled):,} bytes "
                 "has fewer; load another checkpoint"
             )
-
-
-def has_all_pickles(head: bytes) -> bool:
-    """Whether the values in an old file of torch's, which lie behind its pickles, begin within its first bytes."""
-    stream = io.BytesIO(head)
-    try:
-        for _ in range(_NUM_PICKLES):
-            for _opcode in pickletools.genops(stream):
-                pass
-    except ValueError:
-        return False
-    return True
 
 
 def _is_growing(encoding: str) -> bool:
@@ -153,12 +137,7 @@ _LOCATOR, _END_64 = struct.Struct("<4sIQI"), struct.Struct("<4sQ2H2I4Q")
 
 
 def check_torch_file(path: Path) -> None:
-    """Refuse one of torch's files that would take far more memory than its size on the disk, or is no regular file.
-
-    Raises:
-        CheckpointNotFoundError: there is no file.
-        CorruptCheckpointError: it is compressed, its pickle is too large, or asks for memory of any size it likes.
-    """
+    """Refuse one of torch's files that would take far more memory than its size on the disk, or is no regular file."""
     check_regular(path)
     with open(path, "rb") as file:
         check_torch_bytes(file, path)
@@ -176,7 +155,7 @@ def check_torch_bytes(file: BinaryIO, path: Path) -> None:
 def _pickles_before_values(file: BinaryIO, path: Path) -> bytes:
     """Return the pickles of a file of torch up to 1.5, one after the other, with some of the values behind them."""
     head = file.read(_MAX_PICKLE_BYTES)
-    if file.read(1) and not has_all_pickles(head):
+    if file.read(1) and sum(name == "STOP" for name, _ in _opcodes(head)) < _NUM_PICKLES:
         raise CorruptCheckpointError(
             f"{path.absolute()} is no file of torch's, or begins with more than {_MAX_PICKLE_BYTES:,} bytes of "
             "pickles, and no more are read; the values of tensors lie behind them. Load another checkpoint"
@@ -247,7 +226,6 @@ def load_torch_file(path: Path, *, is_mapped: bool = False, has_arrays: bool = F
         has_arrays: NumPy's arrays of numbers are plain data, too: random states have one.
 
     Raises:
-        CheckpointNotFoundError: there is no file.
         CorruptCheckpointError: it is damaged, or takes more memory than its size; see `check_torch_file`.
         IncompatibleCheckpointError: it cannot be read, or holds more than tensors, numbers, strings, lists and dicts.
     """

@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, check_checkpoint
-from accel_trainer.checkpoint.names import is_complete, numbered_checkpoints, retire, sweep
+from accel_trainer.checkpoint.store import LOCK_NAME, DirectoryLock, is_complete, numbered_checkpoints, retire, sweep
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError
 from accel_trainer.runtime.cores import usable_cores
 

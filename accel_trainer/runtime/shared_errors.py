@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -13,6 +13,8 @@ from accel_trainer.errors import RemoteRankError
 from accel_trainer.runtime.collective_checks import raise_difference, recording_watch
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rank_watch import names_failed_rank
+
+T = TypeVar("T")
 
 
 def gather_or_raise(
@@ -51,6 +53,19 @@ def gather_or_raise(
     if watch is not None and len({digest for _, _, digest in votes}) > 1:
         raise_difference(watch, section)
     return [said for _, said, _ in votes]
+
+
+def gather_calls(process: ProcessContext, section: str, call: Callable[[], T]) -> list[T]:
+    """Return the results of `call` on all ranks; raise on every rank if it failed on one of them. Collective.
+
+    `call` is local to a rank. `section` and the errors are those of `gather_or_raise`.
+    """
+    value, error = None, None
+    try:
+        value = call()
+    except Exception as raised:
+        error = raised
+    return gather_or_raise(process, section, error, value)
 
 
 def _raise_for_others(process: ProcessContext, section: str, votes: list[Any]) -> None:

@@ -83,11 +83,9 @@ from accel_trainer.big_models.sizes import (
 )
 from accel_trainer.checkpoint.weights.adapters import is_peft_model
 from accel_trainer.checkpoint.weights.into_model import (
-    load_checkpoint_in_model,
-)
-from accel_trainer.checkpoint.weights.meta_device import (
     init_empty_weights,
     init_on_device,
+    load_checkpoint_in_model,
 )
 from accel_trainer.checkpoint.weights.offloaded import (
     OffloadedWeightsLoader,

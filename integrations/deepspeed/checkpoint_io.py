@@ -20,14 +20,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.boxes import Box
-from accel_trainer.checkpoint.json_codec import encode
 from accel_trainer.checkpoint.publication import StagedDirectory
-from accel_trainer.checkpoint.safetensors_file import LazyRead
+from accel_trainer.checkpoint.run_state import encode
+from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.shards import ShardedTensors, own_share
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.integrations.deepspeed.partitions import Partitions, Run, RunBox, opened_partition, unsharded_shape
-from accel_trainer.strategies.parameter_state.base_io import CheckpointIO, HeldBoxes, PendingTensor, Reads
-from accel_trainer.strategies.parameter_state.matching import group_options, uncompiled_name
+from accel_trainer.strategies.parameter_state.base_io import (
+    CheckpointIO,
+    HeldBoxes,
+    PendingTensor,
+    Reads,
+    group_options,
+    uncompiled_name,
+)
 from accel_trainer.tree import leaves, map_leaves
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -303,7 +309,7 @@ class PartitionShards:
     def __init__(self, partitions: Partitions, ranks: Sequence[int]) -> None:
         self._partitions = partitions
         self._ranks = ranks
-        self._files: list[tuple[dict[str, Tensor | LazyRead], dict[str, Any]]] = []
+        self._files: list[tuple[dict[str, Tensor | LazyTensor], dict[str, Any]]] = []
 
     def add_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Add parameters and buffers, in the optimizer's type where it updates them."""
@@ -322,7 +328,7 @@ class PartitionShards:
         """Add a run of a tensor, each of its boxes in a file of its own; `read` returns its elements, flat."""
         for number, own in enumerate(run.boxes()):
             tensors, slices = self._file(number)
-            tensors[name] = LazyRead(dtype, own.box.sizes, partial(_read_box, own, read))
+            tensors[name] = LazyTensor(dtype, own.box.sizes, partial(_read_box, own, read))
             if own.box != Box.full(run.shape):
                 slices[name] = (run.shape, own.box.offsets)
 
@@ -332,7 +338,7 @@ class PartitionShards:
         if own:
             self._file(0)[0].update((name, tensors[name]) for name in own)
 
-    def _file(self, number: int) -> tuple[dict[str, Tensor | LazyRead], dict[str, Any]]:
+    def _file(self, number: int) -> tuple[dict[str, Tensor | LazyTensor], dict[str, Any]]:
         while len(self._files) <= number:
             self._files.append(({}, {}))
         return self._files[number]

@@ -29,7 +29,7 @@ from accel_trainer.strategies.broadcast_values import broadcast_module_states, s
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.optimizers import OptimizerPlaceholder, check_kind
 from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
-from accel_trainer.strategies.parameter_state.matching import uncompiled_name
+from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place, require_values
 from accel_trainer.tree import map_leaves
 

@@ -25,7 +25,7 @@ from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO, Layout, StepOutcome, TrainUnit
 from accel_trainer.strategies.optimizers import check_frozen
-from accel_trainer.strategies.parameter_state.matching import uncompiled_name
+from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit
 
 logger = logging.get_logger(__name__)

@@ -268,7 +268,7 @@ def test_r5_the_end_of_the_process_waits_for_the_writer(tmp_path: Path):
 
     code = (
         "import sys; from pathlib import Path; from tests.accelerator.test_checkpointing import leave_at_once; "
-        "from accel_trainer.checkpoint import checksums; checksums._FLUSH_BYTES = 1; "  # as in large files
+        "from accel_trainer.checkpoint import manifest; manifest._FLUSH_BYTES = 1; "  # as in large files
         "from tests.fault_injection import install_faults; "
         "install_faults('sleep@save.mid_shard:step=0:seconds=0.05', 0); leave_at_once(Path(sys.argv[1]))"
     )

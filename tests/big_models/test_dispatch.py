@@ -23,9 +23,8 @@ from accel_trainer import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accel_trainer.checkpoint.checksums import hash_file
-from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
-from accel_trainer.checkpoint.weights.writing import save_weights
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, hash_file
+from accel_trainer.checkpoint.weights.files import save_weights
 from accel_trainer.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError, OffloadedModelError
 from accel_trainer.hooks import remove_hook_from_submodules
 from accel_trainer.utils import (

@@ -14,7 +14,7 @@ from torch import nn
 
 from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.checkpoint.manifest import Manifest, check_files, refuse_extra_files
-from accel_trainer.checkpoint.names import numbered_checkpoints
+from accel_trainer.checkpoint.store import numbered_checkpoints
 from accel_trainer.errors import CheckpointNotFoundError
 from accel_trainer.runtime import rank_watch
 from tests.ranks import RankFailure, preload, run_ranks

@@ -19,13 +19,11 @@ from unittest import mock
 import torch
 import torch.distributed.checkpoint as dcp
 
-from accel_trainer.checkpoint import lock
-from accel_trainer.checkpoint.checksums import hash_file
+from accel_trainer.checkpoint import store
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
-from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
-from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
-from accel_trainer.checkpoint.weights.reading import WeightFiles
-from accel_trainer.checkpoint.weights.writing import save_weights
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, hash_file
+from accel_trainer.checkpoint.store import LOCK_NAME, DirectoryLock
+from accel_trainer.checkpoint.weights.files import WeightFiles, save_weights
 from accel_trainer.errors import AccelTrainerError
 from tests.checkpoint.crash_job import SavedRun
 from tests.checkpoint.small_run import SmallRun
@@ -249,7 +247,7 @@ class Lock(Mutated):
     def load(self) -> str:
         before = (self.directory / LOCK_NAME).read_bytes()
         # Of another machine, it is waited for.
-        with mock.patch.multiple(lock, STALE_SECONDS=0.0, SILENCE_SECONDS=0.0):
+        with mock.patch.multiple(store, STALE_SECONDS=0.0, SILENCE_SECONDS=0.0):
             DirectoryLock.take(self.directory / LOCK_NAME).release()
         kept = [path.read_bytes() for path in self.directory.glob("_bad-*")]
         assert kept in ([], [before])

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from accel_trainer.checkpoint.background import SavePolicy
-from accel_trainer.checkpoint.checkpointer import Checkpointer, SaveJob
-from accel_trainer.checkpoint.lock import LOCK_NAME
+from accel_trainer.checkpoint.checkpointer import Checkpointer, SaveJob, SavePolicy
 from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind
+from accel_trainer.checkpoint.store import LOCK_NAME
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 

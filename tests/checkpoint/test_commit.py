@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_trainer.checkpoint import checksums, lock, names
+from accel_trainer.checkpoint import manifest, store
 from accel_trainer.checkpoint.checkpointer import Checkpointer
-from accel_trainer.checkpoint.lock import STALE_SECONDS, DirectoryLock
 from accel_trainer.checkpoint.manifest import MARKER_NAME, Manifest
 from accel_trainer.checkpoint.reader import CheckpointKind, open_checkpoint
+from accel_trainer.checkpoint.store import STALE_SECONDS, DirectoryLock
 from accel_trainer.errors import CheckpointLockedError, ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext
 from tests.checkpoint.crash_job import SavedRun, acknowledged, save_repeatedly
@@ -91,7 +91,7 @@ def test_r1_an_error_of_the_disk_while_a_file_is_still_written_is_raised(
         if len(flushed) == 2:
             raise OSError(errno.EIO, "bad sector")
 
-    monkeypatch.setattr(checksums, "_FLUSH_BYTES", 2**20)
+    monkeypatch.setattr(manifest, "_FLUSH_BYTES", 2**20)
     monkeypatch.setattr(os, "fdatasync", fail_at_last)
     with pytest.raises(OSError, match="bad sector"):
         publish_zeros(tmp_path / "s", num_files=3)
@@ -106,7 +106,7 @@ def test_a_file_that_is_written_after_the_scripts_end_is_flushed_by_its_own_thre
         raise RuntimeError("can't create new thread at interpreter shutdown")  # Python 3.12
 
     flushed: list[int] = []
-    monkeypatch.setattr(checksums, "_FLUSH_BYTES", 2**20)
+    monkeypatch.setattr(manifest, "_FLUSH_BYTES", 2**20)
     monkeypatch.setattr(os, "fdatasync", flushed.append)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     publish_zeros(tmp_path / "s", num_files=2)
@@ -137,7 +137,7 @@ def test_r1_an_older_directory_is_there_until_the_new_one_is(tmp_path: Path, mon
     target = tmp_path / "s"
     publish(target, "old")
     seen = []
-    exchange = names._exchange
+    exchange = store._exchange
 
     def look(one: Path, other: Path) -> bool:
         seen.append(open_checkpoint(target, ALONE).json("x.json"))
@@ -145,7 +145,7 @@ def test_r1_an_older_directory_is_there_until_the_new_one_is(tmp_path: Path, mon
         seen.append(open_checkpoint(target, ALONE).json("x.json"))
         return done
 
-    monkeypatch.setattr(names, "_exchange", look)
+    monkeypatch.setattr(store, "_exchange", look)
     publish(target, "new")
     assert seen == ["old", "new"]
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
@@ -156,7 +156,7 @@ def test_r1_where_names_cannot_be_swapped_the_old_one_is_brought_back(
 ):
     target = tmp_path / "checkpoints" / "s"
     publish(target, "old")
-    monkeypatch.setattr(names, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(store, "_exchange", lambda one, other: False)
     publish(target, "new")
     assert open_checkpoint(target, ALONE).json("x.json") == "new"
     assert [path.name for path in target.parent.iterdir()] == ["s"]
@@ -300,8 +300,8 @@ def test_r19_a_lock_of_a_dead_run_is_taken_over_with_a_warning(tmp_path: Path, c
 def test_r19_another_machines_lock_holds_as_long_as_it_shows_signs_of_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.6)
-    monkeypatch.setattr(lock, "STALE_SECONDS", 2.0)
+    monkeypatch.setattr(store, "HEARTBEAT_SECONDS", 0.6)
+    monkeypatch.setattr(store, "STALE_SECONDS", 2.0)
     path = tmp_path / "_lock"
     path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": "today"}))
     is_over = threading.Event()
@@ -340,8 +340,8 @@ def test_r19_a_run_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_clock_that_is_minutes_behind_makes_no_dead_run_of_a_live_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, has_flock: bool, lives: bool
 ):
-    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.3)
-    monkeypatch.setattr(lock, "SILENCE_SECONDS", 1.2)
+    monkeypatch.setattr(store, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(store, "SILENCE_SECONDS", 1.2)
     if not has_flock:
         monkeypatch.setattr(fcntl, "flock", no_locks)
     path = tmp_path / "_lock"
@@ -378,8 +378,8 @@ def test_without_system_locks_an_id_that_another_process_has_by_now_does_not_loc
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.3)
-    monkeypatch.setattr(lock, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(store, "HEARTBEAT_SECONDS", 0.3)
+    monkeypatch.setattr(store, "STALE_SECONDS", 1.0)
     path = tmp_path / "_lock"
     path.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "since": "today"}))
     DirectoryLock.take(path).release()
@@ -393,7 +393,7 @@ def test_r19_a_lock_is_given_back_as_often_as_it_was_taken(tmp_path: Path):
     one.release()
     one.release()
     assert not (tmp_path / "_lock").exists()
-    assert one.path not in lock._held
+    assert one.path not in store._held
 
 
 def test_a_slow_disk_only_takes_longer(tmp_path: Path):

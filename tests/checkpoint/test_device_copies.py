@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import accel_trainer.checkpoint.safetensors_file as safetensors_file
-from accel_trainer.checkpoint.safetensors_file import LazyRead, StagingMemory, copy_stored, write_tensor_file
+from accel_trainer.checkpoint.safetensors_file import LazyTensor, StagingMemory, copy_stored, write_tensor_file
 from tests.waits import DEVICE, RecordedStreams, counting_waits, report, stand_in_device
 
 
@@ -35,7 +35,7 @@ def without_shapes(log: list[str]) -> list[str]:
 
 def test_a_staged_copy_waits_nowhere_but_on_the_device_before_it_computes_further(streams: RecordedStreams):
     memory = StagingMemory(DEVICE)
-    made = LazyRead(torch.float32, (3, 4), lambda: on_device(3))
+    made = LazyTensor(torch.float32, (3, 4), lambda: on_device(3))
     copies = memory.copy({"a": on_device(2), "made": made, "host": torch.ones(5)})
 
     assert without_shapes(streams.log) == ["pins 192", *COPY, *COPY, *END]

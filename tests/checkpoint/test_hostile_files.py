@@ -25,14 +25,12 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
-from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock, lock_of
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest
-from accel_trainer.checkpoint.names import retire
 from accel_trainer.checkpoint.publication import Publication
 from accel_trainer.checkpoint.reader import open_checkpoint
+from accel_trainer.checkpoint.store import LOCK_NAME, DirectoryLock, lock_of, retire
 from accel_trainer.checkpoint.torch_files import load_torch_file
-from accel_trainer.checkpoint.weights.reading import WeightFiles
-from accel_trainer.checkpoint.weights.writing import save_weights
+from accel_trainer.checkpoint.weights.files import WeightFiles, save_weights
 from accel_trainer.errors import ConfigError, CorruptCheckpointError
 from accel_trainer.launch.checkpoints import run_ckpt
 from accel_trainer.runtime.process import ProcessContext

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_trainer.checkpoint.json_codec import decode, encode
+from accel_trainer.checkpoint.run_state import decode, encode
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

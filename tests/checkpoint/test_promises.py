@@ -14,10 +14,9 @@ import pytest
 import torch
 import xxhash
 
-from accel_trainer.checkpoint.checksums import BLOCK_BYTES
-from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, check_name
-from accel_trainer.checkpoint.names import retire
+from accel_trainer.checkpoint.manifest import BLOCK_BYTES, MANIFEST_NAME, MARKER_NAME, Manifest, check_name
 from accel_trainer.checkpoint.reader import open_checkpoint
+from accel_trainer.checkpoint.store import retire
 from accel_trainer.errors import (
     CheckpointNotFoundError,
     ConfigError,

@@ -20,13 +20,12 @@ import torch
 from torch import nn
 
 from accel_trainer import Accelerator, ProjectConfiguration
-from accel_trainer.checkpoint import checkpointer, lock, names
+from accel_trainer.checkpoint import checkpointer, store
 from accel_trainer.checkpoint.checkpointer import Checkpointer
-from accel_trainer.checkpoint.lock import LOCK_NAME, DirectoryLock
 from accel_trainer.checkpoint.manifest import MARKER_NAME
-from accel_trainer.checkpoint.names import recover_target, sweep
 from accel_trainer.checkpoint.publication import Publication
 from accel_trainer.checkpoint.reader import CheckpointKind
+from accel_trainer.checkpoint.store import LOCK_NAME, DirectoryLock, recover_target, sweep
 from accel_trainer.errors import CheckpointLockedError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
 from tests.publishing import publish_directory
@@ -190,7 +189,7 @@ def test_without_system_locks_a_dead_process_of_this_machine_is_taken_over_at_on
     path.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "since": "today"}))
     begin = time.monotonic()
     DirectoryLock.take(path).release()
-    assert time.monotonic() - begin < lock.HEARTBEAT_SECONDS
+    assert time.monotonic() - begin < store.HEARTBEAT_SECONDS
     assert not path.exists()
 
 
@@ -208,7 +207,7 @@ sys.stdin.readline()
 def test_a_process_of_another_container_on_this_machine_is_no_dead_one(tmp_path: Path):
     """Containers on the host's network have its name, and numbers of processes that mean nothing outside."""
     path = tmp_path / LOCK_NAME
-    for where, is_refused in (({"space": "pid:[1]"}, True), ({"space": lock._space()}, False)):
+    for where, is_refused in (({"space": "pid:[1]"}, True), ({"space": store._space()}, False)):
         holder = subprocess.Popen(
             [sys.executable, "-c", HOLDING, str(path), json.dumps(where)],
             stdin=subprocess.PIPE,
@@ -235,6 +234,6 @@ def test_what_is_left_of_a_retired_checkpoint_is_a_warning(
         raise PermissionError(errno.EACCES, "not yours", str(path))
 
     monkeypatch.setattr(os, "unlink", refuse)
-    assert names.retire(tmp_path, 1) == [tmp_path / "checkpoint_0"]
+    assert store.retire(tmp_path, 1) == [tmp_path / "checkpoint_0"]
     assert "could not be removed" in caplog.text
     assert "not yours" in caplog.text

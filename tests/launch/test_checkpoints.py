@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_trainer.checkpoint.lock import DirectoryLock
+from accel_trainer.checkpoint.store import DirectoryLock
 from accel_trainer.launch.cli import main
 from accel_trainer.runtime.process import ProcessContext
 from tests.publishing import publish_directory

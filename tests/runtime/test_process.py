@@ -128,7 +128,7 @@ def group_timeout(group: Any = None) -> float:
 def join_and_describe() -> dict[str, Any]:
     """Join without any flag, twice, through every door; return what this rank sees."""
     from accel_trainer import Accelerator
-    from accel_trainer.checkpoint.background import BackgroundSaver
+    from accel_trainer.checkpoint.checkpointer import BackgroundSaver
     from accel_trainer.state import PartialState
     from accel_trainer.strategies.parallel.meshes import init_mesh
 

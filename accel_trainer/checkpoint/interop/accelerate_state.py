@@ -5,7 +5,7 @@ Pickles among them are read as tensors, numbers, strings, lists and dicts only; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -46,7 +46,6 @@ def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: Pr
     Raises:
         CheckpointNotFoundError: something that this run has is not there.
         IncompatibleCheckpointError: it does not fit, or holds what could run code; nothing was changed.
-        ProcessGroupError: another rank failed.
     """
     section = f"load of {directory}"
     has_all = not (directory / METADATA_NAME).is_file()
@@ -57,10 +56,8 @@ def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: Pr
             weights = read_on_main(process, section, partial(find_weights, directory, index))
             loads.append(unit.plan_full_model_load(weights or {}))
         if state.has_optimizer[index]:
-            # Collective, hence outside of the read on rank 0.
-            own = unit.full_optimizer_state()
             with as_corrupt(directory):
-                stored = read_on_main(process, section, partial(_optimizer, directory, index, own))
+                stored = read_on_main(process, section, partial(_optimizer, directory, index, unit.group_names()))
             loads.append(unit.plan_full_optimizer_load(stored or {}))
     with raise_together(process, section), as_corrupt(directory):
         small = _read_small(directory, state) if has_all else []
@@ -96,7 +93,7 @@ def _load(path: Path, *, is_mapped: bool = False) -> Any:
     return load_torch_file(path, is_mapped=is_mapped, has_arrays=True)
 
 
-def _optimizer(directory: Path, index: int, own: Mapping[str, Any]) -> Mapping[str, Any]:
+def _optimizer(directory: Path, index: int, own: Sequence[Sequence[str]]) -> Mapping[str, Any]:
     """Return an optimizer's state by parameter name."""
     shards = next((d for d in (directory / f"optimizer_{index}", directory) if (d / METADATA_NAME).is_file()), None)
     if shards is None:
@@ -110,19 +107,19 @@ def _optimizer(directory: Path, index: int, own: Mapping[str, Any]) -> Mapping[s
     return name_parameters(stored.nested(key), own, directory)
 
 
-def name_parameters(stored: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Give an optimizer's state that numbers its parameters the names of those in the same places of `own`."""
-    groups, own_groups = list(stored["param_groups"]), own["param_groups"]
+def name_parameters(stored: Mapping[str, Any], own: Sequence[Sequence[str]], path: Path) -> Mapping[str, Any]:
+    """Give an optimizer's state that numbers its parameters the names in the same places of its groups in this run."""
+    groups = list(stored["param_groups"])
     keys = list(chain.from_iterable(group["params"] for group in groups))
     if not all(isinstance(key, int) for key in keys):
         return {"state": dict(stored.get("state", {})), "param_groups": groups}
-    sizes, own_sizes = ([len(group["params"]) for group in each] for each in (groups, own_groups))
+    sizes, own_sizes = [len(group["params"]) for group in groups], list(map(len, own))
     if list(filter(None, sizes)) != list(filter(None, own_sizes)):  # DeepSpeed drops empty groups
         raise IncompatibleCheckpointError(
             f"the optimizer's state in {path.absolute()} was saved for parameter groups of {sizes} parameters, and "
             f"this optimizer has groups of {own_sizes}; build the model and the optimizer that were saved"
         )
-    names = dict(zip(keys, chain.from_iterable(group["params"] for group in own_groups), strict=True))
+    names = dict(zip(keys, chain.from_iterable(own), strict=True))
     return {
         "state": {names[int(key)]: entry for key, entry in stored.get("state", {}).items()},
         "param_groups": [{**group, "params": [names[key] for key in group["params"]]} for group in groups],

@@ -95,16 +95,15 @@ class _Item:
 
 
 class DcpDirectory(ShardedTensors):
-    """The tensors of a directory by their flat names; `value` and `nested` read its other objects too."""
+    """The tensors of a directory by their flat names; `nested` reads its other objects too.
+
+    Raises:
+        CheckpointNotFoundError: there is no `.metadata`, or a file that it names is missing.
+        IncompatibleCheckpointError: it holds what could run code, leads outside, or is of an unknown kind.
+        CorruptCheckpointError: it contradicts itself or the files.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Read the metadata.
-
-        Raises:
-            CheckpointNotFoundError: there is no `.metadata`, or a file that it names is missing.
-            IncompatibleCheckpointError: it holds what could run code, leads outside, or is of an unknown kind.
-            CorruptCheckpointError: it contradicts itself or the files.
-        """
         super().__init__(directory)
         self.paths: dict[str, tuple[Any, ...]] = {}
         """Keys of the nested state for each flat name, where the writer has noted them."""
@@ -170,7 +169,7 @@ class DcpDirectory(ShardedTensors):
         return _Item(file, offset, length)
 
     def read_shard(self, name: str, shard: int, index: Index) -> Tensor:
-        """Return a slice of one stored shard; see `ShardedTensors.read_shard`."""
+        """Return a slice of one stored shard."""
         tensor = self.tensors[name]
         stored = self._load(tensor.places[shard], name)
         if not isinstance(stored, Tensor) or tuple(stored.shape) != tensor.boxes[shard].sizes:
@@ -178,8 +177,8 @@ class DcpDirectory(ShardedTensors):
         return stored[index]
 
     def value(self, name: str) -> Any:
-        """Return a tensor, or an object of numbers, strings, lists and dicts."""
-        return self[name] if name in self.tensors else self._load(self._objects[name], name)
+        """Return an object of numbers, strings, lists and dicts."""
+        return self._load(self._objects[name], name)
 
     def nested(self, first: Any, tensor: Callable[[str], Any] | None = None) -> dict[Any, Any]:
         """Return everything below a key of the outermost dict as the nested dicts and lists that were saved.
@@ -188,13 +187,14 @@ class DcpDirectory(ShardedTensors):
             tensor: what stands for a tensor, by its flat name; None reads it.
         """
         tree: dict[Any, Any] = {}
+        read = tensor or self.__getitem__
         for name in (*self.tensors, *self._objects):
             path = self.paths.get(name, (name,))
             if path[0] == first and len(path) > 1:
                 node = tree
                 for key in path[1:-1]:
                     node = node.setdefault(key, {})
-                node[path[-1]] = self.value(name) if tensor is None or name not in self.tensors else tensor(name)
+                node[path[-1]] = read(name) if name in self.tensors else self.value(name)
         nested: dict[Any, Any] = _with_lists(tree)
         return nested
 

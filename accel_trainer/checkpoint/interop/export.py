@@ -19,18 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from accel_trainer.checkpoint.disk import explain_full_disk, fsync_path
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
-from accel_trainer.checkpoint.json_codec import OWN_STATE, decode
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME
 from accel_trainer.checkpoint.reader import open_checkpoint
-from accel_trainer.checkpoint.safetensors_file import LazyRead, LazyTensor, TensorReader
+from accel_trainer.checkpoint.run_state import OWN_STATE, decode
+from accel_trainer.checkpoint.safetensors_file import LazyTensor, TensorReader
 from accel_trainer.checkpoint.shards import stored_tensors
 from accel_trainer.checkpoint.torch_files import load_torch_file
-from accel_trainer.checkpoint.weights.reading import WeightFiles, find_weight_file
-from accel_trainer.checkpoint.weights.writing import make_tensors, save_weights
+from accel_trainer.checkpoint.weights.files import WeightFiles, find_weight_file, make_tensors, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.tree import map_leaves
@@ -50,7 +48,6 @@ def find_weights(source: Path, unit: int = 0, verify: str = "full") -> TensorRea
         source: what `save_state` wrote; a directory of torch.distributed.checkpoint, or one that holds such shards of a
             model; or weights in one or several files.
         unit: which model, where there are several.
-        verify: how files are compared with the checksums in their checkpoint: "full", "size" or "off".
 
     Raises:
         CheckpointNotFoundError: there are no weights.
@@ -71,7 +68,6 @@ def find_weights(source: Path, unit: int = 0, verify: str = "full") -> TensorRea
 
 
 def _folder_weights(source: Path, unit: int) -> TensorReader:
-    """Return a model's weights in a directory of weight files, or of torch.distributed.checkpoint, or around one."""
     if (source / METADATA_NAME).is_file():
         return _dcp_weights(source)
     try:
@@ -96,7 +92,6 @@ def read_tied(source: Path, unit: int = 0) -> dict[str, str]:
 
 
 def _state_weights(source: Path, unit: int, verify: str) -> TensorReader:
-    """Return a model's weights in a state of `save_state`."""
     stored = open_checkpoint(source, ALONE, verify)
     if f"unit_{unit}.json" not in stored:
         raise ConfigError(f"{source.absolute()} has no model {unit}; it holds {stored.manifest.metadata.get('units')}")
@@ -141,7 +136,6 @@ def export_weights(
 
     Raises:
         ConfigError: `target` is a file, or the checkpoint itself.
-        DiskFullError: there is no room.
     """
     if target.is_file() or target.absolute() == source.absolute():
         raise ConfigError(f"{target.absolute()} is {'a file' if target.is_file() else 'the checkpoint'}; give another")
@@ -166,18 +160,17 @@ def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 
         is_sharded: for `SHARDED_STATE_DICT`; one tensor is in memory at a time. Else for `FULL_STATE_DICT`, of whose
             files each is built in memory, as its reader does too.
         unit: which model, where there are several.
-        verify: how files are compared with the checksums in the checkpoint: "full", "size" or "off".
 
     Raises:
         ConfigError: `target` is there already, and no empty directory.
-        CheckpointNotFoundError: there are no weights.
         IncompatibleCheckpointError: parameters of the optimizer have no names, or others than the weights have.
-        CorruptCheckpointError: a file was changed.
-        DiskFullError: there is no room.
     """
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ConfigError(f"{target.absolute()} is there already; give a new directory, or an empty one")
-    _check_contents(source, unit, verify)
+    if (source / MANIFEST_NAME).is_file():
+        stored = open_checkpoint(source, ALONE, verify)
+        own = [name for name in stored.manifest.files if name.startswith(f"unit_{unit}.")]
+        stored.check(own or stored.manifest.files)  # of a Trainer's checkpoint, all
     found = find_weights(source, unit, "off")
     weights = {name: found.lazy(name) for name in found}
     for alias, name in read_tied(source, unit).items():
@@ -202,14 +195,6 @@ def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 
     finally:
         shutil.rmtree(incomplete, ignore_errors=True)
     return sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
-
-
-def _check_contents(source: Path, unit: int, verify: str) -> None:
-    """Verify the files that will be read: all of a Trainer's checkpoint, and of a state those of the unit."""
-    if (source / MANIFEST_NAME).is_file():
-        stored = open_checkpoint(source, ALONE, verify)
-        own = [name for name in stored.manifest.files if name.startswith(f"unit_{unit}.")]
-        stored.check(own or stored.manifest.files)
 
 
 def _find_optimizer(source: Path, unit: int) -> Optimizer | None:
@@ -268,7 +253,7 @@ def _write_full(target: Path, unit: int, weights: Mapping[str, LazyTensor], opti
     ending = f"_{unit}" if unit else ""
     torch.save(make_tensors(weights), target / f"pytorch_model_fsdp{ending}.bin")
     if optimizer is not None:
-        full = map_leaves(lambda leaf: leaf() if isinstance(leaf, LazyRead) else leaf, dict(optimizer))
+        full = map_leaves(lambda leaf: leaf() if isinstance(leaf, LazyTensor) else leaf, dict(optimizer))
         torch.save(full, target / f"optimizer{ending}.bin")
 
 
@@ -287,7 +272,7 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
 
     def without_memory(self, leaf: Any) -> Any:
         """Return the meta tensor that stands for a lazy tensor in the state."""
-        if isinstance(leaf, Tensor) or not isinstance(leaf, LazyTensor):
+        if not isinstance(leaf, LazyTensor):
             return leaf
         stands_for = torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta")
         self._lazy[id(stands_for)] = leaf

@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,12 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.checkpoint.safetensors_file import LazyTensor
-from accel_trainer.checkpoint.weights.reading import WeightFiles
-from accel_trainer.checkpoint.weights.writing import gather_to_file
+from accel_trainer.checkpoint.weights.files import State, WeightFiles, gather_to_file
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.model_wrappers import unwrap_module
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import gather_or_raise
+from accel_trainer.runtime.shared_errors import gather_calls
 from accel_trainer.runtime.torch_private import clear_forward_hooks
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -37,10 +37,6 @@ _PROMPT = "prompt_embeddings"
 _ENCODERS = "prompt_encoder."
 # Buffers that a forward in training mode changes.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
-State = Mapping[str, Tensor | LazyTensor]
-"""A model's tensors by name, of which names, shapes and dtypes are read."""
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -74,8 +70,8 @@ def _stored_names(model: nn.Module, adapter: str, outline: Mapping[str, Tensor],
     PEFT is handed the outline in place of a state_dict, and answers with some of its tensors under other names.
 
     Args:
-        embeddings: "auto" has the model's embeddings among them where PEFT would save them, for which it may ask the
-            hub; False never.
+        embeddings: "auto" has the model's embeddings among them where PEFT would save them (where the vocabulary was
+            enlarged, for which it may ask the hub); False never.
     """
     from peft import get_peft_model_state_dict
 
@@ -134,12 +130,7 @@ def _without_hooks(module: nn.Module, prefix: str, values: Mapping[str, Tensor])
 
 
 def saved_names(model: nn.Module, state: State, *, embeddings: Literal["auto", False] = False) -> dict[str, None]:
-    """Return the names of the tensors that the files of the model's adapters hold, as they are.
-
-    Args:
-        embeddings: "auto" has the model's embeddings among them where PEFT saves those, too: where the vocabulary was
-            enlarged, for which it may ask the hub.
-    """
+    """Return the names of the tensors that the files of the model's adapters hold; see `_stored_names`."""
     outline = _outline(state)
     names: dict[str, None] = {}
     for adapter in adapter_folders(model):
@@ -176,25 +167,14 @@ def _names_to_gather(model: nn.Module, state: State) -> list[str]:
 def gather_adapters(
     model: nn.Module, lazy: Mapping[str, LazyTensor], target: Path, process: ProcessContext, *, writes: bool
 ) -> Iterator[dict[str, Tensor]]:
-    """Gather the adapters of a sharded model, for its own `save_pretrained` in this block. Collective.
-
-    The base model is not gathered: its entries have shapes and no values.
-
-    Args:
-        target: the directory of the save; the adapters are gathered into a file beside it, see `gather_to_file`.
-        writes: whether this rank is to save them.
+    """Gather the adapters of a sharded model beside `target`, for its `save_pretrained` in this block. Collective.
 
     Yields:
-        Where this rank writes, the state_dict to hand over, elsewhere nothing.
+        Where this rank writes, the state_dict to hand over, whose entries of the base model have no values; else {}.
     """
-    names: list[str] = []
-    error: Exception | None = None
-    if process.is_main:  # not on each rank: the hub might answer one of them and not another
-        try:
-            names = _names_to_gather(model, lazy)
-        except Exception as raised:
-            error = raised
-    names = gather_or_raise(process, "naming of the adapters", error, names)[0]
+    # Not on each rank: the hub might answer one of them and not another.
+    name = partial(_names_to_gather, model, lazy) if process.is_main else list[str]
+    names = gather_calls(process, "naming of the adapters", name)[0]
     gathered = gather_to_file({name: lazy[name] for name in names}, target, writes=writes)
     if not writes:
         yield {}
@@ -210,11 +190,7 @@ def has_adapters(directory: Path) -> bool:
 
 
 def read_adapters(model: nn.Module, state: State, directory: Path) -> dict[str, Tensor]:
-    """Return the tensors that a directory holds of a model's adapters, by the model's names. Not collective.
-
-    Raises:
-        IncompatibleCheckpointError: an adapter is not there, or others of its tensors than the model has.
-    """
+    """Return the tensors that a directory holds of a model's adapters, by the model's names; refuse other adapters."""
     outline = _outline(state)
     found: dict[str, Tensor] = {}
     expected: dict[str, None] = {}

@@ -1,11 +1,16 @@
-"""Weights from files into an existing model, plain, sharded or on the meta device, and values for missing ones."""
+"""Models built without memory, on the meta device; weights from files into any model, and values for missing ones.
+
+A model may be plain, sharded or on the meta device: each rank reads its own shards, tensor by tensor.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,30 +19,95 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, check_files
 from accel_trainer.checkpoint.shards import local_box, local_tensor, materialize
+from accel_trainer.checkpoint.weights.files import BroadcastFiles, WeightFiles
 from accel_trainer.checkpoint.weights.offloaded import Index, offload_weight, save_offload_index
-from accel_trainer.checkpoint.weights.reading import BroadcastFiles, WeightFiles
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.runtime.model_wrappers import unwrap_module
 from accel_trainer.runtime.process import find_process, with_index
-from accel_trainer.runtime.torch_private import RESET_METHODS, copy_module
+from accel_trainer.runtime.torch_private import RESET_METHODS, copy_module, parameter_like
 
-__all__ = [
-    "DISK",
-    "LoadReport",
-    "WeightFiles",
-    "as_dtype",
-    "describe_names",
-    "exchange_device",
-    "load_and_index",
-    "load_checkpoint_in_model",
-    "place_of",
-]
+# The hook of the innermost context of this thread, which alone moves parameters.
+_innermost: ContextVar[RemovableHandle | None] = ContextVar("init_on_device", default=None)
+
+_INITIALIZERS = {name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")} | {
+    "random_",
+    "bernoulli_",
+    "exponential_",
+}
+
+
+class _SkipMetaInitialization(TorchFunctionMode):
+    """Skips the initialisation of tensors without memory.
+
+    torch runs the decompositions of the random functions on the meta device, in Python: 70% of the time in which a
+    llama of 12 layers is built.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        named: Mapping[str, Any] = kwargs or {}
+        if func.__name__ in _INITIALIZERS:
+            target = args[0] if args else named.get("tensor")
+            if isinstance(target, Tensor) and target.is_meta:
+                return target
+        return func(*args, **named)
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
+    """Build modules whose parameters take no memory: their shapes and dtypes are there, on the meta device.
+
+        with init_empty_weights():
+            model = MyModel(config)
+        load_checkpoint_in_model(model, "weights")
+
+    Args:
+        include_buffers: buffers too. Those that are computed when the model is built (rotary frequencies, positions)
+            have no values then; those of transformers are computed again when weights are loaded.
+    """
+    with init_on_device(torch.device("meta"), include_buffers), _SkipMetaInitialization():
+        yield
+
+
+@contextmanager
+def init_on_device(device: int | str | torch.device, include_buffers: bool = False) -> Iterator[None]:
+    """Build modules whose parameters are on `device` from the start. Of this thread; the context may be nested.
+
+    Args:
+        include_buffers: buffers too, and every other tensor that is made in the context without naming a device.
+    """
+    device = with_index(device)
+    if include_buffers:
+        with device:
+            yield
+        return
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or isinstance(parameter, nn.UninitializedParameter) or _innermost.get() is not hook:
+            return None
+        # One that is on the device already stays the same object: modules may share it.
+        if parameter.device == device:
+            return None
+        return parameter_like(parameter, parameter.detach().to(device))
+
+    hook = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # may return a parameter
+    outer = _innermost.set(hook)
+    try:
+        yield
+    finally:
+        _innermost.reset(outer)
+        hook.remove()
+
 
 logger = logging.get_logger(__name__)
 
@@ -76,6 +146,7 @@ def load_checkpoint_in_model(
     *,
     init_missing: bool = False,
     verify: bool = False,
+    offload_index: Index | None = None,
 ) -> LoadReport:
     """Load weights into a model, tensor by tensor, each rank reading its own shards only. Every rank calls it.
 
@@ -102,6 +173,7 @@ def load_checkpoint_in_model(
             says from which seed: collective in a distributed job).
         broadcast_from_rank0: only rank 0 sees the files; it sends one tensor at a time. Collective.
         verify: compare the files with the checksums of a manifest beside them, before anything changes.
+        offload_index: gets the index of what stays on disk, in place of `offload_folder`.
 
     Raises:
         CheckpointNotFoundError: there are no weights.
@@ -112,51 +184,19 @@ def load_checkpoint_in_model(
     """
     if offload_8bit_bnb:
         raise ConfigError("offload_8bit_bnb=True is not offered; load the model with transformers' own quantization")
-    if offload_folder is None and isinstance(device_map, Mapping) and DISK in device_map.values():
+    index: Index = {} if offload_index is None else offload_index
+    has_place = offload_folder is not None or offload_index is not None
+    if not has_place and isinstance(device_map, Mapping) and DISK in device_map.values():
         raise ConfigError(
             "device_map sends modules to 'disk', and nothing says where dispatch_model() will find them; give "
             "offload_folder, or call load_checkpoint_and_dispatch()"
         )
-    report, index = load_and_index(
-        model,
-        checkpoint,
-        device_map,
-        offload_folder,
-        dtype,
-        offload_buffers=offload_buffers,
-        keep_in_fp32_modules=keep_in_fp32_modules,
-        strict=strict,
-        broadcast_from_rank0=broadcast_from_rank0,
-        init_missing=init_missing,
-        verify=verify,
-    )
-    if index and offload_folder is not None:
-        Path(offload_folder).mkdir(parents=True, exist_ok=True)
-        save_offload_index(index, offload_folder)
-    return report
-
-
-def load_and_index(
-    model: nn.Module,
-    checkpoint: str | os.PathLike[str],
-    device_map: DeviceMap | None,
-    offload_folder: str | os.PathLike[str] | None,
-    dtype: str | torch.dtype | None,
-    *,
-    offload_buffers: bool = False,
-    keep_in_fp32_modules: Iterable[str] | None = None,
-    strict: bool = False,
-    broadcast_from_rank0: bool = False,
-    init_missing: bool = False,
-    verify: bool = False,
-) -> tuple[LoadReport, Index]:
-    """Load as `load_checkpoint_in_model` does, and return the index of the tensors that stay on disk as well."""
     model = unwrap_module(model)
     weights = _open(Path(checkpoint), broadcast_from_rank0)
     if verify:
         _verify(weights)
     own = model.state_dict(keep_vars=True)
-    groups = _group_names(own)
+    groups = names_by_tensor(own)
     # Names and shapes of all before the first is filled: a model that does not fit is left as it was.
     sources, missing, unexpected = _match(own, groups.values(), weights)
     if strict and (missing or unexpected):
@@ -165,9 +205,9 @@ def load_and_index(
         )
     devices = _choose_devices(model, groups.values(), device_map, offload_buffers)
     dtypes = _choose_dtypes(own, sources, dtype, keep_in_fp32_modules)
-    index: Index = {}
     on_disk: set[str] = set()
-    for name, stored in _in_file_order(sources, weights):
+    in_file_order = {name: position for position, name in enumerate(weights)}
+    for name, stored in sorted(sources.items(), key=lambda pair: in_file_order[pair[1]]):
         names, device = groups[id(own[name])], devices[name]
         if device == DISK:
             index[name] = _leave_on_disk(own[name], weights, stored, dtypes[name], name, offload_folder)
@@ -178,16 +218,14 @@ def load_and_index(
     left = [name for name in _fill_missing(model, missing, init_missing, device_map) if name not in on_disk]
     if missing or unexpected or left:
         logger.warning("%s %s", weights.path, _describe(missing, unexpected, model, left))
-    return LoadReport(missing, unexpected, left), index
+    if index and offload_index is None and offload_folder is not None:
+        Path(offload_folder).mkdir(parents=True, exist_ok=True)
+        save_offload_index(index, offload_folder)
+    return LoadReport(missing, unexpected, left)
 
 
 def _verify(weights: Weights) -> None:
-    """Compare the files with the checksums of the manifest beside them.
-
-    Raises:
-        ConfigError: there is none.
-        CorruptCheckpointError: one differs.
-    """
+    """Compare the files with the checksums of the manifest beside them."""
     directory = weights.path.parent
     if not isinstance(weights, WeightFiles) or not (directory / MANIFEST_NAME).is_file():
         raise ConfigError(
@@ -252,7 +290,7 @@ def exchange_device(own: torch.device | None, backends: str) -> torch.device:
     return own if own is not None and own.type in backends else torch.device("cpu")
 
 
-def _group_names(own: Mapping[str, Tensor]) -> dict[int, list[str]]:
+def names_by_tensor(own: Mapping[str, Tensor]) -> dict[int, list[str]]:
     """Return the names of each distinct tensor, by its id."""
     groups: dict[int, list[str]] = {}
     for name, tensor in own.items():
@@ -260,20 +298,10 @@ def _group_names(own: Mapping[str, Tensor]) -> dict[int, list[str]]:
     return groups
 
 
-def _in_file_order(sources: Mapping[str, str], weights: Weights) -> list[tuple[str, str]]:
-    """Return names and stored names, in the order in which the files are read."""
-    order = {name: position for position, name in enumerate(weights)}
-    return sorted(sources.items(), key=lambda pair: order[pair[1]])
-
-
 def _match(
     own: Mapping[str, Tensor], groups: Iterable[list[str]], weights: Weights
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return the stored name of each distinct tensor of the model, the missing names and the unexpected ones.
-
-    Args:
-        groups: the names of each distinct tensor.
-    """
+    """Return the stored name of each distinct tensor, the missing names and the unexpected ones."""
     sources, missing = {}, []
     for names in groups:
         # Files hold a tied tensor once, and not always under the name that comes first in this model.
@@ -345,11 +373,7 @@ def _device(
 
 
 def place_of(name: str, device_map: DeviceMap) -> Device:
-    """Return the place of a tensor, by the longest name in the map that it is in.
-
-    Raises:
-        ConfigError: it is in none.
-    """
+    """Return the place of a tensor, by the longest name in the map that it is in."""
     fitting = [key for key in device_map if key == "" or name == key or name.startswith(f"{key}.")]
     if not fitting:
         raise ConfigError(f"device_map says nothing about {name!r}; add its module, or an entry '' for all the rest")
@@ -357,11 +381,7 @@ def place_of(name: str, device_map: DeviceMap) -> Device:
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return a dtype by its name, `"float16"` or `"torch.float16"`.
-
-    Raises:
-        ConfigError: torch has no such dtype.
-    """
+    """Return a dtype by its name, `"float16"` or `"torch.float16"`."""
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise ConfigError(f"dtype={dtype!r} is no dtype of torch; give one, such as torch.bfloat16 or 'bfloat16'")
@@ -453,7 +473,7 @@ def initialize_tensors(
     for owner, own_names in by_owner.items():
         initialize = _initializer_of(model, owner)
         module = model.get_submodule(owner)
-        scratch = _copy_of(module, _unset)
+        scratch = _copy_of(module, lambda tensor: torch.full(tensor.shape, _mark(tensor.dtype), dtype=tensor.dtype))
         if initialize is not None:
             # By the name of the module: the draw does not depend on what else is initialised before it.
             digest = hashlib.sha256(f"{seed} {owner}".encode()).digest()
@@ -507,10 +527,6 @@ def _mark(dtype: torch.dtype) -> float | int | bool:
     if dtype == torch.bool:
         return False
     return math.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
-
-
-def _unset(tensor: Tensor) -> Tensor:
-    return torch.full(tensor.shape, _mark(tensor.dtype), dtype=tensor.dtype)
 
 
 def _is_unset(value: Tensor) -> bool:

@@ -26,13 +26,7 @@ Index = dict[str, dict[str, Any]]
 def offload_weight(
     weight: Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: Index | None = None
 ) -> Index | None:
-    """Write a weight to a file of its own, `NAME.dat`, and return `index` with an entry for it.
-
-    A file of that name is replaced, not overwritten: who has it mapped keeps what it was.
-
-    Raises:
-        DiskFullError: there is no room.
-    """
+    """Write a weight to a file of its own, `NAME.dat`, and return `index` with an entry for it."""
     if index is not None:
         index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
     path = Path(offload_folder, f"{weight_name}.dat")
@@ -53,10 +47,6 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
     Args:
         weight_info: its entry of the index.
-
-    Raises:
-        CheckpointNotFoundError: there is no such file.
-        IncompatibleCheckpointError: it has another length than the entry says.
     """
     path = Path(weight_file)
     dtype, shape = _dtype_of(weight_info["dtype"]), torch.Size(weight_info["shape"])
@@ -87,12 +77,7 @@ def _dtype_of(name: str) -> torch.dtype:
 
 
 def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
-    """Return the index of a folder of offloaded weights.
-
-    Raises:
-        CheckpointNotFoundError: it has none.
-        IncompatibleCheckpointError: it cannot be read.
-    """
+    """Return the index of a folder of offloaded weights."""
     path = Path(offload_folder, OFFLOAD_INDEX_NAME)
     try:
         found = read_json(path)
@@ -122,11 +107,7 @@ def save_offload_index(index: Index | None, offload_folder: str | os.PathLike[st
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write each tensor of a state dict to a file of its own below `save_dir`, and all to its index.
-
-    Raises:
-        DiskFullError: there is no room.
-    """
+    """Write each tensor of a state dict to a file of its own below `save_dir`, and all to its index."""
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: Index = {}
     for name, tensor in state_dict.items():

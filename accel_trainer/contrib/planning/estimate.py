@@ -586,7 +586,7 @@ def _library_of(config: Path) -> str:
 def _build_transformers(library: Any, name: str, trusts_code: bool, token: str | None) -> Any:
     import torch
 
-    from accel_trainer.checkpoint.weights.meta_device import init_empty_weights
+    from accel_trainer.checkpoint.weights.into_model import init_empty_weights
 
     config = library.AutoConfig.from_pretrained(name, trust_remote_code=trusts_code, token=token)
     own_code = next((key for key in getattr(config, "auto_map", None) or () if key.startswith("AutoModelFor")), None)
@@ -600,7 +600,7 @@ def _build_transformers(library: Any, name: str, trusts_code: bool, token: str |
 
 
 def _build_timm(library: Any, name: str, trusts_code: bool, token: str | None) -> Any:
-    from accel_trainer.checkpoint.weights.meta_device import init_empty_weights
+    from accel_trainer.checkpoint.weights.into_model import init_empty_weights
 
     with init_empty_weights():
         return library.create_model(f"local-dir:{name}" if Path(name).is_dir() else add_timm_hub_prefix(name))

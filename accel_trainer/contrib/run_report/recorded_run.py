@@ -11,7 +11,7 @@ from typing import Any
 
 from accel_trainer.checkpoint.changed_run import RECORD_KEY
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME
-from accel_trainer.checkpoint.names import numbered_checkpoints
+from accel_trainer.checkpoint.store import numbered_checkpoints
 from accel_trainer.contrib.run_report.charts import Point, thin_out
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 

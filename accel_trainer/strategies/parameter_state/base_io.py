@@ -11,6 +11,7 @@ Everything is keyed by parameter name, and each rank reads only the boxes that i
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -25,16 +26,104 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.checkpoint.disk import as_corrupt
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
-from accel_trainer.checkpoint.json_codec import OWN_STATE, decode
 from accel_trainer.checkpoint.manifest import Manifest, TensorEntry
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import StoredCheckpoint
-from accel_trainer.checkpoint.safetensors_file import LazyRead, LazyTensor
+from accel_trainer.checkpoint.run_state import OWN_STATE, decode
+from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.shards import ShardedTensors, StoredShards, local_box, stored_tensors
+from accel_trainer.checkpoint.weights.into_model import describe_names, names_by_tensor
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 from accel_trainer.strategies.local_replicas import LocalReplicas
-from accel_trainer.strategies.parameter_state.matching import EXTRA_STATE, match_groups, match_model, uncompiled_name
+
+EXTRA_STATE = "_extra_state"
+"""Last part of the name under which torch saves what a module's get_extra_state() returns; of any shape."""
+
+
+def uncompiled_name(name: str) -> str:
+    """Return the name in the user's own module: `torch.compile(module)` is a wrapper that puts its own in between."""
+    return name.replace(f"{ORIGINAL_MODULE}.", "")
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an optimizer's parameter group, or of a saved one."""
+    return {key: value for key, value in group.items() if key not in ("params", OWN_STATE)}
+
+
+def _describe(problem: str, names: list[str]) -> list[str]:
+    return [f"{problem}: {describe_names(names)}"] if names else []
+
+
+def match_model(
+    module: nn.Module,
+    own: Mapping[str, Tensor],
+    saved: Mapping[str, Tensor],
+    strict: bool,
+    shape_of: Callable[[Tensor], tuple[int, ...]],
+) -> list[tuple[str, str]] | str:
+    """Return (own name, saved name) for each distinct tensor to load, or the message of the differences.
+
+    Args:
+        own: tensors of `module` by name; of a tied one, one saved name is enough.
+        saved: tensors by name, of which only the shapes are read.
+        shape_of: the unsharded shape of one of `own`.
+    """
+    groups = names_by_tensor(own).values()
+    saved_names = {names[0]: next((name for name in names if name in saved), None) for names in groups}
+    pairs = [(name, saved_name) for name, saved_name in saved_names.items() if saved_name is not None]
+    problems = []
+    for name, saved_name in pairs:
+        found, expected = tuple(saved[saved_name].shape), shape_of(own[name])
+        if found != expected and name.rpartition(".")[2] != EXTRA_STATE:
+            problems.append(f"{name} is {found} in the checkpoint and {expected} in the model")
+    del problems[10:]
+    if strict:
+        missing = [name for name, saved_name in saved_names.items() if saved_name is None]
+        problems += _describe("missing in the checkpoint", missing)
+        problems += _describe("not in the model", [name for name in saved if name not in own])
+    if problems:
+        return (
+            f"the checkpoint does not fit {type(module).__name__}: {'; '.join(problems)}. "
+            "Build the model that was saved, or load with strict=False where names may differ"
+        )
+    return pairs
+
+
+def match_groups(saved: Mapping[str, Any], own_groups: Sequence[Sequence[str]]) -> list[Any] | str:
+    """Return the saved parameter groups in the order of `own_groups`, or the message of the differences.
+
+    Groups without parameters need no counterpart: DeepSpeed drops them, and a Trainer of adapters has one where nothing
+    is without weight decay. One that has none is returned without options.
+
+    Args:
+        own_groups: the names of the parameters of each group.
+    """
+    groups = saved.get("param_groups", [])
+    names_saved, names_owned = ([list(names) for names in each] for each in ((g["params"] for g in groups), own_groups))
+    if sorted(filter(None, names_saved)) != sorted(filter(None, names_owned)):
+        return _describe_groups(names_saved, names_owned)
+    # No name is in two groups, so that only those without any are the same.
+    remaining = [*zip(names_saved, groups, strict=True)]
+    ordered = []
+    for names in names_owned:
+        index = next((i for i, (found, _) in enumerate(remaining) if found == names), None)
+        ordered.append({"params": []} if index is None else remaining.pop(index)[1])
+    return ordered
+
+
+def _describe_groups(saved: Sequence[list[str]], own: Sequence[list[str]]) -> str:
+    saved_names, own_names = set(itertools.chain(*saved)), set(itertools.chain(*own))
+    differences = _describe("missing in the state", sorted(own_names - saved_names))
+    differences += _describe("not in this optimizer", sorted(saved_names - own_names))
+    return (
+        f"the optimizer state was saved for {len(saved)} group(s) of {len(saved_names)} parameter(s), and this "
+        f"optimizer has {len(own)} group(s) of {len(own_names)}; "
+        f"{'; '.join(differences) or 'they are the same, in other groups or another order'}. Build the optimizer that "
+        "was saved"
+    )
+
 
 logger = logging.get_logger(__name__)
 
@@ -78,11 +167,11 @@ class PendingTensor:
 
 
 class WritableShards(Protocol):
-    """Tensors of which this rank writes its shards."""
+    """This rank's shards of tensors."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of this rank's shards."""
+        """Their size."""
 
     def write(self, staged: StagedDirectory, prefix: str) -> None:
         """Write them to files whose names begin with `prefix`; every rank calls it."""
@@ -121,8 +210,9 @@ class CheckpointIO(ABC):
     """State in and out of a unit, keyed by the user's parameter names, never by rank.
 
     Every method is collective unless it says otherwise. An engine has its own way to gather, fill, shard and read one
-    tensor. Loads come in two halves: `plan_*` checks all of a state, and returns the collective call that loads it;
-    nothing changes before that call, so that a checkpoint which does not fit one of several units changes none.
+    tensor. Loads come in two halves: `plan_*` checks all of a state, raises IncompatibleCheckpointError on every rank
+    where names, shapes or groups differ, and returns the collective call that loads it; nothing changes before that
+    call, so that a checkpoint which does not fit one of several units changes none.
     """
 
     engine_name: str
@@ -170,11 +260,7 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def plan_optimizers(self, state: Mapping[str, Any], stored: ShardedTensors, reads: Any, source: Path) -> None:
-        """Plan the reads of the optimizers' saved state, whose tensors are pending, and of its options.
-
-        Raises:
-            IncompatibleCheckpointError: it was saved for other parameters or groups.
-        """
+        """Plan the reads of the optimizers' saved state, whose tensors are pending, and of its options."""
 
     @abstractmethod
     def group_names(self) -> list[list[str]]:
@@ -198,15 +284,9 @@ class CheckpointIO(ABC):
 
     def _distinct_tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return parameters and buffers under the first of their names, and that name by every other of a tied one."""
-        tensors: dict[str, Tensor] = {}
-        tied: dict[str, str] = {}
-        names: dict[int, str] = {}
-        for name, tensor in self.model_tensors():
-            if (first := names.setdefault(id(tensor), name)) == name:
-                tensors[name] = tensor
-            else:
-                tied[name] = first
-        return tensors, tied
+        own = dict(self.model_tensors())
+        groups = names_by_tensor(own).values()
+        return {first: own[first] for first, *_ in groups}, {name: first for first, *tied in groups for name in tied}
 
     def _extra_states(self) -> dict[str, nn.Module]:
         """Return the modules that override get_extra_state(), by the name of their state."""
@@ -223,14 +303,12 @@ class CheckpointIO(ABC):
         """
         is_main = current_rank() == 0
         state: dict[str, Tensor] = {}
-        gathered: dict[int, Tensor] = {}
-        for name, tensor in self.model_tensors():
-            if id(tensor) not in gathered:
-                full = self.gather(tensor)
-                gathered[id(tensor)] = full.to("cpu", copy=True) if is_main else full.new_empty(0)
+        own = dict(self.model_tensors())
+        for names in names_by_tensor(own).values():
+            full = self.gather(own[names[0]])
             if is_main:
-                state[name] = gathered[id(tensor)]
-        return state
+                state |= dict.fromkeys(names, full.to("cpu", copy=True))
+        return {name: state[name] for name in own if is_main}
 
     def lazy_model_state(self) -> dict[str, LazyTensor]:
         """Return parameters and persistent buffers as tensors that are gathered when they are called.
@@ -238,7 +316,7 @@ class CheckpointIO(ABC):
         Names of tied parameters have one such object. Every rank makes all calls, in one order, and gets the values.
         """
         named = list(self.model_tensors())
-        lazy = {id(t): LazyRead(self.dtype_of(t), self.shape_of(t), partial(self.gather, t)) for _, t in named}
+        lazy = {id(t): LazyTensor(self.dtype_of(t), self.shape_of(t), partial(self.gather, t)) for _, t in named}
         return {name: lazy[id(tensor)] for name, tensor in named}
 
     def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -246,11 +324,7 @@ class CheckpointIO(ABC):
         self.plan_full_model_load(state, strict=strict)()
 
     def plan_full_model_load(self, state: Mapping[str, Tensor], *, strict: bool = True) -> Callable[[], None]:
-        """Plan the load of rank 0's full state; a tied parameter may be stored under one of its names only.
-
-        Raises:
-            IncompatibleCheckpointError: names or shapes differ; on every rank.
-        """
+        """Plan the load of rank 0's full state; a tied parameter may be stored under one of its names only."""
         own, extra, is_main = dict(self.model_tensors()), self._extra_states(), current_rank() == 0
         pairs = broadcast_object(match_model(self.module, own, state, strict, self.shape_of) if is_main else None)
         if isinstance(pairs, str):
@@ -275,12 +349,10 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def full_optimizer_state(self, keep: bool | None = None) -> dict[str, Any]:
-        """Return `{"state": {name: ...}, "param_groups": [{"params": [name, ...], ...}]}`; `{}` without `keep`.
-
-        Of this unit's parameters, which one or several optimizers hold: the groups of all, one after the other.
+        """Return `{"state": {name: ...}, "param_groups": [{"params": [name, ...], ...}]}`, of all optimizers.
 
         Args:
-            keep: whether this rank gets it; rank 0 alone when None.
+            keep: whether this rank gets it, or `{}`; rank 0 alone when None.
         """
 
     def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
@@ -288,13 +360,7 @@ class CheckpointIO(ABC):
         self.plan_full_optimizer_load(state)()
 
     def plan_full_optimizer_load(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Plan the load of rank 0's full state.
-
-        Groups are found by their parameters: in which optimizer they are, and in what order, may have changed.
-
-        Raises:
-            IncompatibleCheckpointError: it was saved for other parameters or groups; on every rank.
-        """
+        """Plan the load of rank 0's full state, whose groups are found by their parameters, wherever they are now."""
         self.require_optimizer()
         groups = broadcast_object(match_groups(state, self.group_names()) if current_rank() == 0 else None)
         if isinstance(groups, str):
@@ -316,11 +382,7 @@ class CheckpointIO(ABC):
     # --- checkpoints in shards --------------------------------------------------------------------------------------
 
     def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
-        """Write this rank's shards of model and optimizers under names that begin with `prefix`.
-
-        Args:
-            weights: False leaves out the model's, which somebody else saves.
-        """
+        """Write this rank's shards of model (but for `weights=False`) and optimizers, under `prefix`."""
         tensors, tied = self._distinct_tensors() if weights else ({}, {})
         is_apart = self.replicas is not None and self.replicas.is_apart
         ranks, own = (staged.ranks, "") if not is_apart else ((current_rank(),), f".{_replica(current_rank())}")
@@ -347,12 +409,7 @@ class CheckpointIO(ABC):
         self.plan_load(stored, prefix, weights=weights)()
 
     def plan_load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> Callable[[], None]:
-        """Verify a unit that `save` wrote, and plan the reads of this rank's boxes of it.
-
-        Raises:
-            IncompatibleCheckpointError: another engine wrote it; or names, shapes or parameter groups differ.
-            CorruptCheckpointError: a file was changed.
-        """
+        """Verify a unit that `save` wrote, and plan the reads of this rank's boxes of it."""
         reads = self.new_reads()
         with raise_together(stored.process, f"load of {stored.path}"):
             own = self._own_replica(stored.manifest, prefix)
@@ -400,10 +457,9 @@ class CheckpointIO(ABC):
         with as_corrupt(stored.path / f"{prefix}.json"):
             engine = str(outline["engine"])
             if engine == _ENGINE:
-                tied = {str(alias): str(name) for alias, name in outline["tied"].items()}
                 steps = outline.get("local_steps")
                 return {
-                    "tied": tied,
+                    "tied": {str(alias): str(name) for alias, name in outline["tied"].items()},
                     "optimizer": outline["optimizer"],
                     "local_steps": None if steps is None else int(steps),
                 }
@@ -468,12 +524,7 @@ class CheckpointIO(ABC):
         reads.run()
 
     def load_engine_files(self, directory: Path) -> None:
-        """Load weights and optimizer state from files in the engine's own format, of any other library's run.
-
-        Raises:
-            IncompatibleCheckpointError: another number of ranks wrote them, or there is no engine.
-            CheckpointNotFoundError: the engine finds none in the directory.
-        """
+        """Load weights and optimizer state from files in the engine's own format, written by as many ranks."""
         raise IncompatibleCheckpointError(
             f"{directory} holds files of an engine, and {type(self.module).__name__} is in none; load the directory "
             "with the strategy that wrote it"

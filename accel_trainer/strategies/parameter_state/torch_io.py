@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from torch.optim import Optimizer
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.boxes import Box
-from accel_trainer.checkpoint.json_codec import OWN_STATE, encode
 from accel_trainer.checkpoint.publication import StagedDirectory
+from accel_trainer.checkpoint.run_state import OWN_STATE, encode
 from accel_trainer.checkpoint.shards import (
     ShardedTensors,
     is_sharded_again,
@@ -37,9 +38,10 @@ from accel_trainer.strategies.parameter_state.base_io import (
     PendingTensor,
     Reads,
     current_rank,
+    group_options,
+    uncompiled_name,
     world_size,
 )
-from accel_trainer.strategies.parameter_state.matching import group_options, uncompiled_name
 from accel_trainer.tree import map_leaves
 
 logger = logging.get_logger(__name__)
@@ -51,15 +53,10 @@ _COUNTER = "step"
 
 
 def state_device(parameter: Tensor, options: Mapping[str, Any], key: Any) -> torch.device:
-    """Return the device of one tensor of a parameter's optimizer state: the one on which the update reads it.
-
-    The parameter's own, but for the counter of steps: that is on the host, where an update reads it without waiting for
-    the device, unless a kernel on the device counts. Such a kernel takes the counter's address as it is: one of the
-    host's memory is an illegal access. Source: `torch.optim.Optimizer.load_state_dict`.
-
-    Args:
-        options: those of the parameter's group, as the update will find them.
-    """
+    """Return the device of one tensor of a parameter's optimizer state: the one on which the update reads it."""
+    # The parameter's own, but for the counter of steps: that is on the host, where an update reads it without waiting,
+    # unless a kernel on the device counts. Such a kernel takes the counter's address as it is: one of the host's memory
+    # is an illegal access. Source: `torch.optim.Optimizer.load_state_dict`.
     if key == _COUNTER and not (options.get("capturable") or options.get("fused")):
         return torch.device("cpu")
     return parameter.device
@@ -81,16 +78,13 @@ def _moved(leaf: Any, device: torch.device) -> Any:
     return leaf.to(device) if isinstance(leaf, Tensor) else leaf
 
 
+@dataclass(frozen=True)
 class TensorShards:
-    """This rank's shards of tensors, and its share of those that several ranks hold alike."""
+    """This rank's shards of the tensors that `ranks` write together; the first of them alone writes `of_first_rank`."""
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], ranks: Sequence[int], of_first_rank: Collection[str] = ()
-    ) -> None:
-        """Take the tensors that `ranks` write together, with the names of those that only the first of them writes."""
-        self._tensors = tensors
-        self._ranks = ranks
-        self._of_first_rank = of_first_rank
+    _tensors: Mapping[str, Tensor]
+    _ranks: Sequence[int]
+    _of_first_rank: Collection[str] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -187,12 +181,11 @@ class TorchCheckpointIO(CheckpointIO):
         return saved if keeps else {}
 
     def outline_optimizers(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state with shapes and dtypes in place of tensors."""
-        outlined = {
-            name: {key: _TensorOutline(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
-            for name, entry in state["state"].items()
-        }
-        return {"state": outlined}
+        """Return the state with tensors on the meta device in place of its own."""
+        meta = torch.device("meta")
+        outlined = state["state"].items()
+        # Tensors within lists and dicts go along with their values.
+        return {"state": {name: {key: _moved(value, meta) for key, value in entry.items()} for name, entry in outlined}}
 
     def load_optimizers(self, outline: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Load rank 0's full optimizer state. Collective."""
@@ -206,8 +199,8 @@ class TorchCheckpointIO(CheckpointIO):
             loaded: dict[str, Any] = {}
             for key, value in entry.items():
                 source = state["state"][name][key] if current_rank() == 0 else None
-                if isinstance(value, _TensorOutline):
-                    loaded[key] = _like_state(parameter, group, {}, key)(value.shape, value.dtype)
+                if isinstance(value, Tensor):
+                    loaded[key] = _like_state(parameter, group, {}, key)(tuple(value.shape), value.dtype)
                     _copy_from_rank_zero(loaded[key], source)
                 else:
                     loaded[key] = value
@@ -314,14 +307,6 @@ def _copy_from_rank_zero(target: Tensor, source: Tensor | None) -> None:
         wire = to_sendable(full, current_process())
         dist.broadcast(as_sendable_dtype(wire), src=0)
         local_tensor(target).copy_(wire[local_box(target).within(Box.full(target.shape))])
-
-
-class _TensorOutline:
-    """Shape and dtype of a tensor that rank 0 holds, sent ahead of its values."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = tuple(tensor.shape)
-        self.dtype = tensor.dtype
 
 
 def _set_state(optimizer: Optimizer, parameter: nn.Parameter, entry: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 from accel_trainer import logging
 from accel_trainer.accelerator.options import SetOption, check_num_processes, set_options, show_option
 from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized, stated_waits
-from accel_trainer.checkpoint.background import SavePolicy
+from accel_trainer.checkpoint.checkpointer import SavePolicy
 from accel_trainer.checkpoint.reader import check_verify
 from accel_trainer.config import Resolved, Source, SourceKind, field_specs
 from accel_trainer.config.parallel import axis_sizes

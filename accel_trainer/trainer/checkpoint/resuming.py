@@ -29,13 +29,10 @@ from transformers.utils import logging as transformers_logging
 from accel_trainer import logging
 from accel_trainer.checkpoint.changed_run import UpdateBatch
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.names import numbered_checkpoints, retire
 from accel_trainer.checkpoint.reader import Selection
-from accel_trainer.checkpoint.weights.adapters import (
-    adapter_folders,
-    has_adapters,
-)
-from accel_trainer.checkpoint.weights.writing import users_class
+from accel_trainer.checkpoint.store import numbered_checkpoints, retire
+from accel_trainer.checkpoint.weights.adapters import adapter_folders, has_adapters
+from accel_trainer.checkpoint.weights.files import users_class
 from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
 from accel_trainer.errors import (
     CheckpointNotFoundError,
@@ -43,22 +40,13 @@ from accel_trainer.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
+from accel_trainer.runtime.shared_errors import gather_calls, gather_or_raise, raise_together
 from accel_trainer.runtime.torch_private import LOADER_AT_REST
 from accel_trainer.runtime.whereabouts import section
-from accel_trainer.strategies.local_replicas import (
-    OuterOptimizer,
-    configured_outer,
-    require_replicas,
-)
+from accel_trainer.strategies.local_replicas import OuterOptimizer, configured_outer, require_replicas
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.resumption import Resumption
-from accel_trainer.trainer.checkpoint.saving import (
-    RunCheckpoints,
-    SavingMethods,
-    UpdateNote,
-    _check_weights,
-)
+from accel_trainer.trainer.checkpoint.saving import RunCheckpoints, SavingMethods, UpdateNote, _check_weights
 from accel_trainer.trainer.checkpoint.upstream_files import (
     PREFIX,
     TRAINER_STATE_NAME,
@@ -114,12 +102,7 @@ class ResumingMethods(SavingMethods):
             checkpoints.close(is_over=is_over)
 
     def begin_local_updates(self, checkpoint: str | None) -> None:
-        """Let each rank update its own replica of the model from now on, if `local_steps` is set. Not collective.
-
-        Raises:
-            ConfigError: the strategy keeps no replicas, or the optimizer has other weights in evaluations.
-            IncompatibleCheckpointError: the run that saved `checkpoint` had another outer optimizer.
-        """
+        """Let each rank update its own replica of the model from now on, if `local_steps` is set. Not collective."""
         accelerator, config = self.accelerator, self.accelerator.config
         if config.local_steps is None or accelerator.num_processes == 1:
             return
@@ -186,11 +169,7 @@ class ResumingMethods(SavingMethods):
                 upstream_files.load_scheduler(self, Path(checkpoint))
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Return the lengths of the run; see upstream. Moves the loader to where a checkpoint was written.
-
-        Raises:
-            IncompatibleCheckpointError: the data is other than that of the checkpoint, or updates have other samples.
-        """
+        """Return the lengths of the run; see upstream. Moves the loader to where a checkpoint was written."""
         values: Any = super().set_initial_training_values(args, dataloader)
         self.run_lengths = values
         resumption = self.run_checkpoints.resumption
@@ -309,9 +288,6 @@ class ResumingMethods(SavingMethods):
         Args:
             found: what is wrong with an update.
             num_read: the updates that data has been read for, this one among them.
-
-        Raises:
-            NonFiniteError: there is no checkpoint yet, or the run has gone back to it too often.
         """
         run, state, run_dir = self.run_checkpoints, self.state, Path(self._get_output_dir(trial=trial))
         path = find_own(run, run_dir) or (run.resumption and run.resumption.path)
@@ -354,10 +330,6 @@ def select(trainer: Trainer, given: bool | str | os.PathLike[str]) -> None:
     Args:
         given: True is the newest good one of the run: others are renamed to `_bad-...` with a warning. A path is taken
             as it is.
-
-    Raises:
-        ConfigError: there is none in the directory.
-        CheckpointNotFoundError: the path names none; for others see `Checkpointer.select_newest` and `open_named`.
     """
     run, run_dir = trainer.run_checkpoints, Path(trainer.args.output_dir)
     selection = _select(trainer, given, run_dir)
@@ -403,30 +375,19 @@ def _select(trainer: Trainer, given: bool | str | os.PathLike[str], run_dir: Pat
 
 
 def find_own(run: RunCheckpoints, run_dir: Path) -> Path | bool | None:
-    """Return the newest checkpoint of this train(), True for one that is the newest of all. Collective.
+    """Return the newest checkpoint of this train(), True where it is the newest of all, or None. Collective."""
+    process = run.checkpointer.process
 
-    None where this job has saved nothing in the directory: what an earlier run has left there is not taken for it.
-    """
-    process, found, error = run.checkpointer.process, None, None
-    try:
-        if process.is_main:
-            found = _newest_own(run, run_dir)
-    except Exception as raised:
-        error = raised
-    section = f"selection of a checkpoint in {run_dir}"
-    answer: Path | bool | None = gather_or_raise(process, section, error, found)[0]
-    return answer
+    def find() -> Path | bool | None:
+        numbered = numbered_checkpoints(run_dir, PREFIX) if process.is_main else []
+        for index, (_, path) in enumerate(reversed(numbered)):
+            with suppress(CheckpointNotFoundError, IncompatibleCheckpointError):
+                progress = Manifest.read(path).metadata.get("trainer", {})
+                if isinstance(progress, dict) and progress.get("job") == run.job:
+                    return index == 0 or path
+        return None
 
-
-def _newest_own(run: RunCheckpoints, run_dir: Path) -> Path | bool | None:
-    is_newest = True
-    for _, path in reversed(numbered_checkpoints(run_dir, PREFIX)):
-        with suppress(CheckpointNotFoundError, IncompatibleCheckpointError):
-            progress = Manifest.read(path).metadata.get("trainer", {})
-            if isinstance(progress, dict) and progress.get("job") == run.job:
-                return is_newest or path
-        is_newest = False
-    return None
+    return gather_calls(process, f"selection of a checkpoint in {run_dir}", find)[0]
 
 
 # --- loading ---
@@ -485,10 +446,8 @@ def begin_pass(trainer: Trainer, loader: Any, num_trained: int, checkpoint: str 
 def rest_of_pass(loader: Any, num_batches: int, reached: Callable[[], None]) -> Iterable[Any]:
     """Return a pass over a loader of the user's own without its first batches, in the order of the full pass.
 
-    A map-style dataset is not read to get there; anything else is.
-
-    Args:
-        reached: called before the first batch that is left is drawn.
+    A map-style dataset is not read to get there; anything else is. Before the first batch that is left is drawn,
+    `reached` is called.
     """
     is_torchs = getattr(type(loader), "__iter__", None) is DataLoader.__iter__
     if not is_torchs or isinstance(loader.dataset, IterableDataset):
@@ -554,12 +513,7 @@ def _retire_others(trainer: Trainer, best: Path) -> None:
 
 
 def verify_best(trainer: Trainer, best: Path) -> None:
-    """Verify the weights of the best checkpoint before they are loaded. Collective; one without manifest passes.
-
-    Raises:
-        CorruptCheckpointError, CheckpointNotFoundError: they were changed after the save.
-        ProcessGroupError: another rank cannot read them.
-    """
+    """Verify the weights of the best checkpoint before they are loaded. Collective; one without manifest passes."""
     try:
         stored = trainer.run_checkpoints.checkpointer.open_named(best, trainer.args.verify)
         if stored is not None:

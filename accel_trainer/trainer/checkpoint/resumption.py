@@ -23,17 +23,11 @@ from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import mix_seed
 from accel_trainer.data.position import Position
 from accel_trainer.data.sampler import find_generator
-from accel_trainer.errors import (
-    CheckpointNotFoundError,
-    IncompatibleCheckpointError,
-)
+from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import set_rng_state
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments, list_options
-from accel_trainer.trainer.checkpoint.upstream_files import (
-    PREFIX,
-    pass_streams_name,
-)
+from accel_trainer.trainer.checkpoint.upstream_files import PREFIX, pass_streams_name
 
 logger = logging.get_logger(__name__)
 
@@ -127,9 +121,6 @@ class Resumption:
         Args:
             now: the samples of an update in this run.
             is_searched: a search has set them, and not the user.
-
-        Raises:
-            IncompatibleCheckpointError: on all ranks: updates would have other samples, or another order begin.
         """
         change = self._find_change(now)
         if change is not None:
@@ -167,11 +158,7 @@ class Resumption:
             return UpdateBatchChange.find(self.path, before, now, micro_batch_name="per_device_train_batch_size")
 
     def warn_of_batch(self, args: TrainingArguments, now: UpdateBatch, max_steps: int) -> None:
-        """Warn where updates have other samples than those of the run that wrote it; to be called once it has a place.
-
-        Args:
-            max_steps: the last update of this run.
-        """
+        """Warn where updates have other samples than those of the run that wrote it; to be called once placed."""
         change = self._find_change(now)
         if change is None:
             return
@@ -188,9 +175,6 @@ class Resumption:
 
         Args:
             values: those of upstream's `set_initial_training_values`, for a run from the beginning.
-
-        Raises:
-            IncompatibleCheckpointError: the data is other, or the loader cannot begin there.
         """
         self.epoch = None
         saved = self.progress.get("position")
@@ -256,10 +240,7 @@ class Resumption:
         return True
 
     def replaced_seeds(self, args: TrainingArguments, process: ProcessContext, readers: ProcessContext) -> set[str]:
-        """Return the options that give seeds, and in whose place the run goes on with what the checkpoint has.
-
-        To be called once it has a place in the data.
-        """
+        """Return the options of seeds in whose place the run, once it has a place, goes on with the checkpoint's."""
         if self.epoch is None or args.ignore_data_skip:
             return set()
         has_streams = self._has_same_ranks(process, readers) and self.progress.get("has_training_state", True)
@@ -271,11 +252,7 @@ class Resumption:
         return self.num_writers in (None, process.world_size) and num_readers == readers.world_size
 
     def restores_random_streams(self, process: ProcessContext, readers: ProcessContext, seed: int, step: int) -> bool:
-        """Whether each rank is to go on with its streams as they were saved; seeds new ones where ranks are others.
-
-        Raises:
-            CheckpointNotFoundError: the checkpoint should have this rank's streams and has not.
-        """
+        """Whether each rank is to go on with its streams as they were saved; seeds new ones where ranks are others."""
         name = f"rng_state_{process.rank}.pth" if process.is_distributed else "rng_state.pth"
         if not self._has_same_ranks(process, readers):
             set_seed(mix_seed(seed, step, readers.rank) % 2**32)
@@ -291,11 +268,7 @@ class Resumption:
         return False
 
     def restore_pass_streams(self, process: ProcessContext, loader: Any, *, is_within_pass: bool) -> None:
-        """Load what the order of the next pass depends on, where the checkpoint has it of this rank.
-
-        Args:
-            is_within_pass: it is the pass that was under way; else the one after it.
-        """
+        """Load what the order of the pass under way, or else of the one after it, depends on, if there is a file."""
         path = self.path / pass_streams_name(process.rank)
         if isinstance(loader, PreparedDataLoader) or not path.is_file():
             return

@@ -26,9 +26,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.background import save_persistently
 from accel_trainer.checkpoint.changed_run import RECORD_KEY
-from accel_trainer.checkpoint.checkpointer import Checkpointer, CheckpointMetrics, SaveJob
+from accel_trainer.checkpoint.checkpointer import Checkpointer, CheckpointMetrics, SaveJob, save_persistently
 from accel_trainer.checkpoint.disk import open_own, read_regular
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.weights.adapters import (
@@ -38,21 +37,17 @@ from accel_trainer.checkpoint.weights.adapters import (
     saved_names,
     trained_beside,
 )
+from accel_trainer.checkpoint.weights.into_model import names_by_tensor
 from accel_trainer.config import NonFiniteAction
 from accel_trainer.data.loader import PreparedDataLoader
-from accel_trainer.errors import (
-    AccelTrainerError,
-    ConfigError,
-)
+from accel_trainer.errors import AccelTrainerError, ConfigError
 from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit, StopSignals
 from accel_trainer.runtime.process import ProcessContext, find_attempt, read_environment
 from accel_trainer.runtime.rng import KeptStreams, get_rng_state, set_rng_state
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.runtime.whereabouts import section
-from accel_trainer.strategies.local_replicas import (
-    LocalReplicas,
-)
+from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.resumption import generators_of
 from accel_trainer.trainer.checkpoint.upstream_files import (
@@ -261,11 +256,7 @@ class SavingMethods(_Upstream):
         return self.is_preempted
 
     def save_and_end(self, model: nn.Module, trial: Any) -> NoReturn:
-        """Save where training stands, unless that has been done or there is no time, and end with code 85. Collective.
-
-        Raises:
-            PreemptedExit: always.
-        """
+        """Save where training stands, unless it is saved or there is no time, and end with code 85. Collective."""
         step, signals = self.state.global_step, self.stop_signals
         grace = self.args.resolved.config.preemption.grace_seconds
         last = self.run_checkpoints.metrics.save_seconds
@@ -390,9 +381,8 @@ def _reserved_names(model: nn.Module) -> list[str]:
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
     """Return the names that tied parameters have beside their first one: files of weights hold one of them."""
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: kept for name, parameter in named if (kept := first.setdefault(id(parameter), name)) != name}
+    groups = names_by_tensor(dict(model.named_parameters(remove_duplicate=False))).values()
+    return {name: first for first, *tied in groups for name in tied}
 
 
 def _push(trainer: Trainer, target: Path) -> None:
@@ -413,10 +403,8 @@ def _note_failed_push(job: Future[Any]) -> None:
     if not job.cancelled() and (error := job.exception()) is not None:
         logger.warning(
             "a push to the hub failed (%s: %s); its files are on this disk only, until the next push or "
-            "trainer.push_to_hub()",
-            type(error).__name__,
-            str(error),
-        )
+            "trainer.push_to_hub()", type(error).__name__, error,
+        )  # fmt: skip
 
 
 def _check_weights(trainer: Trainer, model: nn.Module, section: str, doing: Literal["save", "load"]) -> None:
@@ -450,10 +438,7 @@ class RunMetrics(CheckpointMetrics):
     def finish(self, last_update: int) -> dict[str, float]:
         """Return all metrics, with the share of the time that went into updates nobody had done before.
 
-        Of a run that neither saved nor resumed there are none.
-
-        Args:
-            last_update: the one that this train() ends with.
+        None of a run that neither saved nor resumed. It ends with `last_update`.
         """
         if self.values:
             wall = max(time.perf_counter() - self._begin, 1e-9)
@@ -468,11 +453,6 @@ class RunCheckpoints:
     """State of a Trainer's saves and of its resume, from the beginning of one train() to its end."""
 
     def __init__(self, process: ProcessContext, *, saves_within_updates: bool = False) -> None:
-        """Begin one train().
-
-        Args:
-            saves_within_updates: remember the random streams before each update, too: 15 us.
-        """
         self.metrics = RunMetrics()
         self.checkpointer = Checkpointer(process, TRAINER_CHECKPOINTS, self.metrics)
         self.resumption: Resumption | None = None
@@ -482,6 +462,7 @@ class RunCheckpoints:
         self.pass_streams: PassStreams | None = None
         """Of the pass over the training data that began last, where its order depends on them."""
         self._position: Callable[[], dict[str, Any]] | None = None
+        # Then the random streams are remembered before each update, too: 15 us.
         self._saves_within_updates = saves_within_updates
         self.attempt, job = find_attempt(read_environment())
         self.job = f"{job}#{next(_trains)}"
@@ -550,11 +531,7 @@ class RunCheckpoints:
                 self._note = UpdateNote(run_dir, step)
 
     def close(self, *, is_over: bool) -> None:
-        """End the note and release the run's directory.
-
-        Args:
-            is_over: the run has come to its end, and nothing is left to be done again.
-        """
+        """End the note and release the run's directory; if `is_over`, nothing of the run is left to be done again."""
         resumption, self.resumption = self.resumption, None
         if self._note is not None:
             self._note.close(is_over=is_over)
@@ -572,7 +549,6 @@ class PassStreams:
     """
 
     def __init__(self, loader: Any) -> None:
-        """Remember them before the pass begins."""
         self._loader = loader
         self._begun = {"streams": get_rng_state(), "generators": _states_of(loader)}
 

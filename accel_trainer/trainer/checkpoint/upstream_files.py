@@ -42,10 +42,10 @@ from accel_trainer.checkpoint.disk import as_corrupt, check_regular, create_file
 from accel_trainer.checkpoint.interop.accelerate_state import name_parameters
 from accel_trainer.checkpoint.interop.export import find_weights
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.names import numbered_checkpoints
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind, Selection, open_checkpoint
 from accel_trainer.checkpoint.safetensors_file import SafetensorsFile
+from accel_trainer.checkpoint.store import numbered_checkpoints
 from accel_trainer.checkpoint.torch_files import check_torch_file, load_torch_file
 from accel_trainer.checkpoint.weights.adapters import (
     TRAINED_NAME,
@@ -56,14 +56,13 @@ from accel_trainer.checkpoint.weights.adapters import (
     saved_names,
     trained_beside,
 )
-from accel_trainer.checkpoint.weights.writing import USERS_CLASS, distinct, full_state_dicts, gather_to_file
+from accel_trainer.checkpoint.weights.files import USERS_CLASS, distinct, full_state_dicts, gather_to_file
 from accel_trainer.data.position import Position
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
 from accel_trainer.strategies.local_replicas import LocalReplicas, OuterOptimizer
-from accel_trainer.strategies.parameter_state.matching import match_model
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from accel_trainer.tracking import is_secret, mask_secrets
 from accel_trainer.trainer.arguments.deepspeed_arguments import masked_engine_config, unsharded_models
@@ -109,7 +108,6 @@ def files_to_read(manifest: Manifest, process: ProcessContext, *, is_sharded: bo
 
 
 def _is_replica_of_other(name: str, rank: int) -> bool:
-    """Whether a file holds another rank's replica of the model, updated by itself."""
     replica = _REPLICA.search(name)
     return replica is not None and int(replica[1]) != rank
 
@@ -120,11 +118,7 @@ def pass_streams_name(rank: int) -> str:
 
 
 def check_named(path: Path, run_dir: Path) -> None:
-    """Refuse a path that names no checkpoint of a Trainer: upstream would look for one file after the other.
-
-    Raises:
-        CheckpointNotFoundError: it is no directory, or one without the state of a Trainer.
-    """
+    """Refuse a path that names no checkpoint of a Trainer: upstream would look for one file after the other."""
     if (path / TRAINER_STATE_NAME).is_file():
         return
     within = [found.name for _, found in numbered_checkpoints(path, PREFIX)] if path.is_dir() else []
@@ -139,19 +133,25 @@ def check_named(path: Path, run_dir: Path) -> None:
     )
 
 
+def _check_readable(path: Path) -> None:
+    """Refuse the state of a Trainer, or safetensors, that cannot be read."""
+    state = path / TRAINER_STATE_NAME
+    read_json(state)
+    with as_corrupt(state):
+        TrainerState.load_from_json(os.fspath(state))
+    for file in sorted(path.glob("*.safetensors")):
+        check_regular(file)
+        SafetensorsFile(file)
+
+
 def _check_outline(path: Path) -> None:
     """Refuse a checkpoint without manifest that was not written to its end."""
     state = path / TRAINER_STATE_NAME
     if not state.is_file():
         raise CheckpointNotFoundError(f"{state.absolute()} is missing, which is written last; its save never ended")
-    read_json(state)
-    with as_corrupt(state):
-        TrainerState.load_from_json(os.fspath(state))
+    _check_readable(path)
     for file in sorted(path.iterdir()):
-        if file.suffix == ".safetensors":
-            check_regular(file)
-            SafetensorsFile(file)
-        elif file.suffix in _TORCH_SUFFIXES:
+        if file.suffix in _TORCH_SUFFIXES:
             check_torch_file(file)
             # An archive's directory is written last.
             if not zipfile.is_zipfile(file):
@@ -162,24 +162,14 @@ def check_contents(selection: Selection, process: ProcessContext) -> None:
     """Refuse a checkpoint whose files match their checksums, and hold other things than a Trainer's.
 
     Torch's files that upstream would wait for, or could not hold in memory, among them.
-
-    Raises:
-        CorruptCheckpointError: a file is of other content; see `check_torch_file`.
-        IncompatibleCheckpointError: this rank's random streams are more than numbers.
     """
     path = selection.path
     if selection.stored is not None and process.is_main:
-        state = path / TRAINER_STATE_NAME
-        read_json(state)
-        with as_corrupt(state):
-            TrainerState.load_from_json(os.fspath(state))
+        _check_readable(path)
         with as_corrupt(path / MANIFEST_NAME):
             progress = selection.stored.manifest.metadata.get("trainer", {})
             if progress.get("position") is not None:
                 Position.read(progress["position"])
-        for file in sorted(path.glob("*.safetensors")):
-            check_regular(file)
-            SafetensorsFile(file)
     for file in sorted(path.iterdir()) if path.is_dir() else ():
         streams = _RANDOM_STREAMS.fullmatch(file.name)
         if file.suffix in _TORCH_SUFFIXES and (streams is None or int(streams[1] or 0) == process.rank):
@@ -221,15 +211,21 @@ def _create(trainer: Trainer, directory: Path, name: str) -> AbstractContextMana
 def save_model(trainer: Trainer, output_dir: str) -> None:
     """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective.
 
-    Rank 0 writes; with `save_on_each_node` the first rank of each node. Sharded weights are gathered one by one into a
-    file without a name: they take disk room twice, and no rank's memory.
+    Sharded weights are gathered one by one into a file without a name: they take disk room twice, and no rank's memory.
     """
     writes = trainer.args.should_save
-    if adapter_folders(trainer.model) and trainer.accelerator.is_prepared(trainer.model):
-        _save_sharded_adapters(trainer, output_dir, writes=writes)
+    process, is_prepared = trainer.accelerator.process, trainer.accelerator.is_prepared(trainer.model)
+    if adapter_folders(trainer.model) and is_prepared:
+        lazy = _io(trainer).lazy_model_state()
+        with (  # the base model is not gathered
+            raise_together(process, "save_model"),
+            gather_adapters(trainer.model, lazy, Path(output_dir), process, writes=writes) as state,
+        ):
+            if writes:
+                trainer._save(output_dir, state_dict=state)
         return
-    with raise_together(trainer.accelerator.process, "save_model"):
-        if not trainer.accelerator.is_prepared(trainer.model):
+    with raise_together(process, "save_model"):
+        if not is_prepared:
             state = trainer.model.state_dict()
         elif trainer.is_sharded:
             state = gather_to_file(_io(trainer).lazy_model_state(), Path(output_dir), writes=writes)
@@ -238,7 +234,6 @@ def save_model(trainer: Trainer, output_dir: str) -> None:
     with raise_together(trainer.accelerator.process, "save_model"):
         if writes:
             # Some save no `state_dict` that they are given: sentence-transformers saves its modules one by one.
-            is_prepared = trainer.accelerator.is_prepared(trainer.model)
             with full_state_dicts(trainer.model, state) if is_prepared else nullcontext():
                 trainer._save(output_dir, state_dict=state)
 
@@ -289,17 +284,6 @@ def storable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in kept.items()}
 
 
-def _save_sharded_adapters(trainer: Trainer, output_dir: str, *, writes: bool) -> None:
-    """Write the adapters and their configurations. Collective; the base model is not gathered."""
-    process, lazy = trainer.accelerator.process, _io(trainer).lazy_model_state()
-    with (
-        raise_together(process, "save_model"),
-        gather_adapters(trainer.model, lazy, Path(output_dir), process, writes=writes) as state,
-    ):
-        if writes:
-            trainer._save(output_dir, state_dict=state)
-
-
 def save_trained_beside(trainer: Trainer, staged: StagedDirectory) -> None:
     """Write the tensors that training changes and that the files of the adapters leave out. Collective.
 
@@ -326,32 +310,16 @@ def save_trained_beside(trainer: Trainer, staged: StagedDirectory) -> None:
 def load_adapters(trainer: Trainer, directory: Path) -> None:
     """Load a checkpoint's adapters into the model, which stays as it is otherwise: active ones stay active.
 
-    Collective where the model is sharded, and rank 0 reads; elsewhere each rank reads.
-
-    Raises:
-        IncompatibleCheckpointError: they are of others than the model has.
+    Collective; rank 0 reads.
     """
     logger.info(f"Loading model from {directory}.")
     model, process = trainer.model, trainer.accelerator.process
     io = _io(trainer) if trainer.is_sharded else TorchCheckpointIO(model)
     found: dict[str, Tensor] = {}
     with raise_together(process, "load_model"):
-        if process.is_main or not trainer.is_sharded:
+        if process.is_main:
             found = read_adapters(model, io.lazy_model_state(), directory)
-    if trainer.is_sharded:
-        io.load_full_model_state(found, strict=False)
-    else:
-        _copy_into(model, found)
-
-
-def _copy_into(model: nn.Module, found: Mapping[str, Tensor]) -> None:
-    own = model.state_dict(keep_vars=True)
-    pairs = match_model(model, own, found, False, lambda tensor: tuple(tensor.shape))
-    if isinstance(pairs, str):
-        raise IncompatibleCheckpointError(pairs)
-    with torch.no_grad():
-        for name, stored in pairs:
-            own[name].copy_(found[stored])
+    io.load_full_model_state(found, strict=False)
 
 
 def save_optimizer(trainer: Trainer, output_dir: str) -> None:
@@ -366,7 +334,9 @@ def save_optimizer(trainer: Trainer, output_dir: str) -> None:
             with staged.open(OUTER_OPTIMIZER_NAME) as file:
                 torch.save(replicas.outer.state_dict(), file)
     elif trainer.is_sharded:
-        _save_full_optimizer(trainer, directory)
+        if state := io.full_optimizer_state(keep=writes):
+            with _create(trainer, directory, FULL_OPTIMIZER_NAME) as file:
+                torch.save(state, file)
     elif writes:
         with _create(trainer, directory, PLAIN_OPTIMIZER_NAME) as file:
             torch.save(trainer.optimizer.state_dict(), file)
@@ -376,29 +346,11 @@ def save_optimizer(trainer: Trainer, output_dir: str) -> None:
         reissue_pt_warnings(caught)
 
 
-def _save_full_optimizer(trainer: Trainer, directory: Path) -> None:
-    state = _io(trainer).full_optimizer_state(keep=trainer.args.should_save)
-    if state:
-        with _create(trainer, directory, FULL_OPTIMIZER_NAME) as file:
-            torch.save(state, file)
-
-
 def _saves_in_shards(trainer: Trainer) -> bool:
     """Whether each rank writes its shards of the optimizer's state."""
     accelerator = trainer.accelerator
     # An engine's state in full would be gathered parameter by parameter, with two collectives for each.
     return trainer.is_sharded and (accelerator.strategy.capabilities.builds_engine or accelerator.state.saves_shards)
-
-
-def _open_weights(directory: Path) -> Mapping[str, Tensor]:
-    """Return the weights of a checkpoint by parameter name, in safetensors, a torch file or shards of DCP."""
-    try:
-        # Contents were compared with their checksums when the checkpoint was chosen.
-        return find_weights(directory, verify="off")
-    except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(
-            f"Can't find a valid checkpoint at {directory}: {error}, and no pytorch_model_fsdp_0/"
-        ) from error
 
 
 def _as_held(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -445,7 +397,13 @@ def load_model(trainer: Trainer, model: nn.Module, directory: Path) -> None:
     weights: Mapping[str, Tensor] = {}
     with raise_together(trainer.accelerator.process, "load_model"):
         if trainer.accelerator.is_main_process:
-            weights = _as_held(unit.module, _open_weights(directory))
+            try:
+                # Contents were compared with their checksums when the checkpoint was chosen.
+                weights = _as_held(unit.module, find_weights(directory, verify="off"))
+            except CheckpointNotFoundError as error:
+                raise CheckpointNotFoundError(
+                    f"Can't find a valid checkpoint at {directory}: {error}, and no pytorch_model_fsdp_0/"
+                ) from error
     names = set(unit.module.state_dict())
     unit.checkpoint_io().load_full_model_state(
         {name: weights[name] for name in weights if name in names} if not names.issuperset(weights) else weights,
@@ -474,11 +432,7 @@ def has_engine_state(directory: str) -> bool:
 
 
 def load_engine_state(trainer: Trainer, directory: str) -> None:
-    """Load weights and optimizer's state from the engine's own files. Collective.
-
-    Raises:
-        IncompatibleCheckpointError: another number of ranks wrote them, or this run has no such engine.
-    """
+    """Load weights and optimizer's state from the engine's own files. Collective."""
     strategy = trainer.accelerator.strategy
     if not strategy.capabilities.builds_engine:
         raise IncompatibleCheckpointError(
@@ -491,11 +445,7 @@ def load_engine_state(trainer: Trainer, directory: str) -> None:
 
 
 def load_engine_scheduler(trainer: Trainer, directory: str) -> None:
-    """Load the schedule of a checkpoint that holds the engine's own files, where the engine has not loaded it itself.
-
-    Raises:
-        CheckpointNotFoundError: the Trainer has a schedule of its own, and its state is not there.
-    """
+    """Load the schedule of a checkpoint with the engine's own files, where the engine has not loaded it itself."""
     if os.path.isfile(os.path.join(directory, SCHEDULER_NAME)):
         load_scheduler(trainer, Path(directory))
     elif not isinstance(trainer.lr_scheduler, AcceleratedScheduler):  # as the schedule that an engine builds is
@@ -506,11 +456,7 @@ def load_engine_scheduler(trainer: Trainer, directory: str) -> None:
 
 
 def has_optimizer(directory: str) -> bool:
-    """Whether a checkpoint has a state to resume the optimizer and the scheduler from.
-
-    Raises:
-        CheckpointNotFoundError: it has the one and not the other, which no save leaves.
-    """
+    """Whether a checkpoint has a state to resume the optimizer and the scheduler from; refuse one of half of it."""
     has_state = any(os.path.exists(os.path.join(directory, name)) for name in _OPTIMIZER_NAMES)
     if has_state != os.path.isfile(os.path.join(directory, SCHEDULER_NAME)):
         found, missing = ("optimizer", SCHEDULER_NAME) if has_state else ("schedule", "/".join(_OPTIMIZER_NAMES))
@@ -529,11 +475,7 @@ def read_train_batch_size(directory: str) -> int | None:
 
 
 def load_optimizer(trainer: Trainer, directory: Path) -> None:
-    """Load the optimizer's state, whatever number of processes and strategy wrote it. Collective.
-
-    Raises:
-        IncompatibleCheckpointError: it was saved for other parameters.
-    """
+    """Load the optimizer's state, whatever number of processes and strategy wrote it. Collective."""
     io = _io(trainer)
     if (directory / SHARDED_OPTIMIZER_NAME).is_dir():
         io.load_sharded_optimizer(directory / SHARDED_OPTIMIZER_NAME)
@@ -546,24 +488,16 @@ def load_optimizer(trainer: Trainer, directory: Path) -> None:
         io.load(stored, SHARDS_PREFIX, weights=has_replicas)
         return
     state: Mapping[str, Any] = {}
-    own = io.full_optimizer_state()
     with raise_together(trainer.accelerator.process, "load_optimizer"):
         if trainer.accelerator.is_main_process:
             is_full = (directory / FULL_OPTIMIZER_NAME).is_file()
             path = directory / (FULL_OPTIMIZER_NAME if is_full else PLAIN_OPTIMIZER_NAME)
-            state = name_parameters(load_torch_file(path), own, path)
+            state = name_parameters(load_torch_file(path), io.group_names(), path)
     io.load_full_optimizer_state(state)
 
 
 def load_outer_optimizer(outer: OuterOptimizer | None, replicas: LocalReplicas, directory: Path) -> None:
-    """Load the state of the optimizer at the exchanges of local updates; every rank reads it.
-
-    Args:
-        outer: of this run, if it has one.
-
-    Raises:
-        IncompatibleCheckpointError: only one of checkpoint and run has one, and replicas go on from the checkpoint.
-    """
+    """Load the state of the optimizer at the exchanges of local updates, if this run has one; every rank reads it."""
     path = directory / OUTER_OPTIMIZER_NAME
     if outer is not None and path.is_file():
         outer.load_state_dict(load_torch_file(path))
@@ -577,11 +511,7 @@ def load_outer_optimizer(outer: OuterOptimizer | None, replicas: LocalReplicas, 
 
 
 def load_scheduler(trainer: Trainer, directory: Path) -> None:
-    """Load the learning-rate schedule's state; every rank reads it.
-
-    Raises:
-        IncompatibleCheckpointError: it was saved for other parameter groups.
-    """
+    """Load the learning-rate schedule's state; every rank reads it."""
     scheduler = trainer.lr_scheduler
     with warnings.catch_warnings(record=True) as caught:
         state = load_torch_file(directory / SCHEDULER_NAME)

@@ -11,8 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from accel_trainer.checkpoint.interop.export import export_weights
-from accel_trainer.checkpoint.weights.reading import WeightFiles
-from accel_trainer.checkpoint.weights.writing import save_weights
+from accel_trainer.checkpoint.weights.files import WeightFiles, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from accel_trainer.launch.cli import main
 from tests.ranks import preload, run_ranks

@@ -152,7 +152,7 @@ def test_r6_each_rank_writes_its_part_and_reads_only_what_it_needs(saved: dict[s
     for name, shape in whole.items():
         sizes = [parts[f"unit_0.model.{rank:05d}.safetensors"].get(name) for rank in (0, 1)]
         assert all(entry is None or entry.shape == shape for entry in sizes)
-        rows = [0 if entry is None else (entry.sizes or entry.shape)[0] for entry in sizes]
+        rows = [0 if entry is None else entry.box.sizes[0] for entry in sizes]
         # As torch.chunk cuts them: 3 and 2 rows of 5, and nothing of one row for the second rank.
         assert rows == ([1, 0] if name == "head.weight" else [3, 2])
     for rank, loaded in enumerate(run_ranks(load, 2, "fsdp2", [folder])):
@@ -163,7 +163,7 @@ def test_r6_each_rank_writes_its_part_and_reads_only_what_it_needs(saved: dict[s
 def test_replicated_tensors_are_shared_out_over_the_ranks(saved: dict[str, tuple[str, dict[str, Any]]]):
     for layout in ("ddp", "hsdp"):
         tensors = open_checkpoint(saved[layout][0], ALONE).manifest.tensors
-        names = [(name, entry.offsets) for entries in tensors.values() for name, entry in entries.items()]
+        names = [(name, entry.box.offsets) for entries in tensors.values() for name, entry in entries.items()]
         assert len(names) == len(set(names)), "each part is written once"
         assert len({file.split(".")[2] for file in tensors}) == LAYOUTS[layout], "and every rank writes some"
 

@@ -101,7 +101,8 @@ def test_goodput_is_the_share_of_the_time_in_new_updates(monkeypatch):
     with run.resuming("load"):
         pass
     run.record("ckpt/duration_s", 1.0)
-    run.record_stall(2.0)
+    run.record("ckpt/stall_s", 2.0)
+    run.stalled_seconds += 2.0
     run.record("lost_steps", 2.0)
 
     assert run.take() == {"resume/load_s": 3.0, "ckpt/stall_s": 2.0, "ckpt/duration_s": 1.0, "lost_steps": 2.0}

@@ -9,13 +9,15 @@ import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from accel_trainer.checkpoint.boxes import Index
 from accel_trainer.checkpoint.disk import (
     check_regular,
     create_file,
@@ -24,14 +26,23 @@ from accel_trainer.checkpoint.disk import (
     read_json,
     write_durably,
 )
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME
 from accel_trainer.checkpoint.safetensors_file import (
-    LazyRead,
     LazyTensor,
+    SafetensorsFile,
+    TensorReader,
     tensor_file_bytes,
     write_order,
     write_tensor_file,
 )
-from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from accel_trainer.checkpoint.torch_files import load_torch_file
+from accel_trainer.errors import (
+    AccelTrainerError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -69,7 +80,7 @@ _Stored = TypeVar("_Stored", bound=Tensor | LazyTensor)
 
 
 def _identity(tensor: Tensor | LazyTensor) -> Any:
-    """Return a key that the names of one tied tensor share."""
+    # A key that the names of one tied tensor share.
     if not isinstance(tensor, Tensor) or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
@@ -102,10 +113,9 @@ def _split(state: State, limit: int) -> list[dict[str, Tensor | LazyTensor]]:
 
 
 def remove_weights(directory: Path, *, keep: Sequence[str] = (), with_bin: bool = False) -> None:
-    """Remove weights of earlier saves, so that no stale file is read in place of a new one.
+    """Remove weights of earlier saves, `keep` excepted, so that no stale file is read in place of a new one.
 
     Args:
-        keep: names that stay.
         with_bin: torch's own files too. They need not go when safetensors are written, which are read before them.
     """
     # Indexes before the files that they name: a reader finds all weights or none.
@@ -139,10 +149,6 @@ def save_weights(
 
     Returns:
         The names of the weight files.
-
-    Raises:
-        ConfigError: a tensor's type is unknown to the format.
-        DiskFullError: there is no room.
     """
     shards = _split(distinct(state) if safe_serialization else state, parse_size(max_shard_size))
     stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
@@ -189,7 +195,7 @@ def _write_shards(
 def _write_shard(path: Path, shard: State, made: Iterator[Tensor], safe_serialization: bool) -> None:
     """Write a file, durably; its lazy tensors are the next ones of `made`."""
     lazy = _lazy_tensors(shard, safe_serialization)
-    taken = {id(tensor): LazyRead(tensor.dtype, tensor.shape, partial(next, made)) for tensor in lazy}
+    taken = {id(tensor): LazyTensor(tensor.dtype, tensor.shape, partial(next, made)) for tensor in lazy}
     state = {name: taken.get(id(tensor), tensor) for name, tensor in shard.items()}
     with explain_full_disk(path, tensor_file_bytes(shard)), create_file(path) as file:
         if safe_serialization:
@@ -215,9 +221,6 @@ def gather_to_file(tensors: Mapping[str, LazyTensor], target: Path, *, writes: b
     Args:
         target: a directory, or where one will be.
         writes: False makes the tensors, and returns none.
-
-    Raises:
-        DiskFullError: there is no room; after the last tensor was made, so that nobody waits for it.
     """
     distinct = {id(tensor): tensor for tensor in tensors.values()}
     made = ((key, tensor()) for key, tensor in distinct.items())
@@ -251,13 +254,10 @@ def full_state_dicts(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[
 
     For `save_pretrained` of models that take no `state_dict`, and save their modules one by one. The model's own
     `save_pretrained` is called in the block, not one that gathers. Not collective: one rank saves, and a forward there,
-    for the model card of sentence-transformers for instance, would wait for the others. Files name the user's class.
+    for the model card of sentence-transformers for instance, would wait for the others, and is refused.
 
     Args:
         state: values by the model's names; a tied parameter has one of them.
-
-    Raises:
-        ConfigError: the model is called in the block.
     """
     by_tensor = {id(p): state[name] for name, p in model.named_parameters(remove_duplicate=False) if name in state}
     # First of all hooks: those of a sharded model would gather, and wait for ranks that do not save.
@@ -400,3 +400,155 @@ def read_index(path: Path) -> dict[str, str]:
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(f"{path} names {name!r}, which is missing") from error
     return weight_map
+
+
+class WeightFiles(TensorReader):
+    """The tensors in a directory, an index, or a file of weights: one is read, and one file open, at a time.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights.
+        IncompatibleCheckpointError: a file cannot be read as weights.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.path = path = find_weight_file(checkpoint) if checkpoint.is_dir() else checkpoint
+        if checkpoint.is_dir():
+            check_regular(path)
+        elif not path.is_file():
+            raise CheckpointNotFoundError(f"no file {path.absolute()}; expected a directory or a file of weights")
+        self._open = lru_cache(1)(lambda file: _open_file(path.parent / file))
+        if path.name.endswith(".index.json"):
+            # In this order each file is opened once.
+            self._files = dict(sorted(read_index(path).items(), key=lambda entry: entry[1]))
+        else:
+            self._files = dict.fromkeys(self._open(path.name), path.name)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._holding(name)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def _holding(self, name: str) -> TensorReader:
+        """Return the file that holds a tensor, opened."""
+        opened = self._open(self._files[name])
+        if name not in opened:
+            raise CorruptCheckpointError(
+                f"{self.file_of(name).absolute()} lacks {name!r}, which the index beside it says it holds; save the "
+                "weights again"
+            )
+        return opened
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self.path.parent / self._files[name]
+
+    def file_names(self) -> list[str]:
+        """Return the names of the files with tensors."""
+        return sorted(set(self._files.values()))
+
+    def fill(self, name: str, index: Index, target: Tensor) -> None:
+        """Copy a slice of a tensor into `target`; see `SafetensorsFile.fill`."""
+        self._holding(name).fill(name, index, target)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, from its file's header."""
+        return self._holding(name).shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor without reading its values."""
+        return self._holding(name).dtype(name)
+
+
+class BroadcastFiles(TensorReader):
+    """Weight files that only rank 0 can see: it reads, and broadcasts one tensor at a time by way of `device`.
+
+    Collective: every rank builds it, and reads the same tensors in the same order. Errors are those of `WeightFiles`.
+    """
+
+    def __init__(self, checkpoint: Path, device: torch.device) -> None:
+        self.path = checkpoint
+        self._device = device
+        self._weights: WeightFiles | None = None
+        message: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                self._weights = WeightFiles(checkpoint)
+                outline = {name: (self._weights.shape(name), self._weights.dtype(name)) for name in self._weights}
+                message = [outline]
+            except AccelTrainerError as error:
+                message = [error]
+        # Errors too: a rank that waits for the first tensor would never hear of a missing file.
+        dist.broadcast_object_list(message, src=0)
+        if isinstance(message[0], Exception):
+            raise message[0]
+        self._outline: dict[str, tuple[tuple[int, ...], torch.dtype]] = message[0]
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape, dtype = self._outline[name]
+        if self._weights is not None:
+            tensor = self._weights[name].to(self._device).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=0)  # gloo knows few types
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._outline[name][0]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self._outline[name][1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._outline)
+
+    def __len__(self) -> int:
+        return len(self._outline)
+
+
+class _TensorDict(dict[str, Tensor], TensorReader):
+    """A state dict from one of torch's own files, which is mapped."""
+
+
+def find_weight_file(directory: Path, unit: int = 0) -> Path:
+    """Return the index or the file that holds a model's weights in `directory`; of `unit`, where there are several.
+
+    Safetensors come before torch's own files, and an index before a single file: the file that lies beside an index is
+    older, for a save that needed no index would have removed it. The only index of another name comes last. Names with
+    a number are accelerate's, those with "fsdp" are accelerate's and its Trainer's for FULL_STATE_DICT.
+    """
+    suffix = f"_{unit}" if unit else ""
+    stems = (f"model{suffix}.safetensors", f"pytorch_model{suffix}.bin", f"pytorch_model_fsdp{suffix}.bin")
+    names = [name for stem in stems for name in (f"{stem}.index.json", stem)]
+    found = next((directory / name for name in names if (directory / name).is_file()), None)
+    if found is not None:
+        return found
+    indexes = [] if unit else list(directory.glob("*.index.json"))
+    if len(indexes) == 1:
+        return indexes[0]
+    hint = ""
+    if (directory / "adapter_config.json").is_file():
+        hint = (
+            "; it holds an adapter of PEFT, which goes on top of its base model: build that with its adapter "
+            "(get_peft_model) to resume, or read it with PeftModel.from_pretrained(base_model, directory)"
+        )
+    elif (directory / MANIFEST_NAME).is_file():
+        hint = "; save_state() wrote this directory, and accelerator.load_state() reads it"
+    raise CheckpointNotFoundError(
+        f"no weights in {directory.absolute()}: expected one of {', '.join(names)}, as save_model() and "
+        f"save_pretrained() write them{hint}"
+    )
+
+
+def _open_file(path: Path) -> TensorReader:
+    if path.suffix == ".safetensors":
+        return SafetensorsFile(path)
+    state = load_torch_file(path, is_mapped=True)
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise IncompatibleCheckpointError(f"{path} is not a mapping of names to tensors; expected a model's state dict")
+    return _TensorDict(state)
