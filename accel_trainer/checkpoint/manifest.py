@@ -359,15 +359,19 @@ def _encode_tensor(entry: TensorEntry) -> dict[str, Any]:
 
 
 def _decode_tensor(data: dict[str, Any]) -> TensorEntry:
-    shape = _numbers(data["shape"])
-    box = Box(_numbers(data["offsets"]), _numbers(data["sizes"])) if "offsets" in data else Box.full(shape)
+    shape = checked_sizes(data["shape"])
+    box = Box(checked_sizes(data["offsets"]), checked_sizes(data["sizes"])) if "offsets" in data else Box.full(shape)
     return TensorEntry(str(data["dtype"]), shape, box)
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
+def checked_sizes(values: Any) -> tuple[int, ...]:
+    """Return sizes or offsets that a file holds, a few non-negative numbers; of others a TypeError, without them.
+
+    The same list twice in a list, thirty times over, is a hundred bytes in a pickle, and printing it does not end.
+    """
     numbers = tuple(values)
-    if not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
-        raise ValueError(f"{str(values)[:80]} stands where sizes were expected")
+    if len(numbers) > 64 or not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
+        raise TypeError("something else stands where sizes were expected")
     return numbers
 
 
@@ -479,7 +483,13 @@ def check_files(directory: Path, manifest: Manifest, names: Iterable[str], mode:
     names = [name for name in names if name in manifest.files]
     # Names, lengths and places of all first: they cost nothing, and a missing file is told before gigabytes are read.
     for name in names:
-        _check_place(directory, name, manifest.files[name], mode)
+        path, num_bytes = directory / name, manifest.files[name].num_bytes
+        found_bytes = check_regular(path, directory).st_size
+        if mode != "off" and found_bytes != num_bytes:
+            raise CorruptCheckpointError(
+                f"{path.absolute()} has {found_bytes} bytes, and {num_bytes} were written; it was cut or "
+                f"changed after the save. Load another checkpoint, or {_IF_CHANGED_ON_PURPOSE}"
+            )
     if mode == "full":
         tasks = [
             (directory / name, index) for name in names for index in range(num_blocks(manifest.files[name].num_bytes))
@@ -492,16 +502,6 @@ def check_files(directory: Path, manifest: Manifest, names: Iterable[str], mode:
             found = make_entry(entry.num_bytes, own)
             if found != entry:
                 raise CorruptCheckpointError(_describe_change(directory / name, entry, found))
-
-
-def _check_place(directory: Path, name: str, entry: FileEntry, mode: str) -> None:
-    path = directory / name
-    num_bytes = check_regular(path, directory).st_size
-    if mode != "off" and num_bytes != entry.num_bytes:
-        raise CorruptCheckpointError(
-            f"{path.absolute()} has {num_bytes} bytes, and {entry.num_bytes} were written; it was cut or "
-            f"changed after the save. Load another checkpoint, or {_IF_CHANGED_ON_PURPOSE}"
-        )
 
 
 def _describe_change(path: Path, expected: FileEntry, found: FileEntry) -> str:

@@ -18,6 +18,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -139,11 +140,13 @@ class StagedDirectory(os.PathLike[str]):
     def write_json(self, name: str, value: Any) -> None:
         """Write plain data, such as `json.dumps` takes."""
         self._claim(name)
-        self._write(partial(self._write_bytes, name, json.dumps(value).encode()))
+        text = json.dumps(value).encode()
 
-    def _write_bytes(self, name: str, text: bytes) -> None:
-        with self._create(name, len(text)) as file:
-            file.write(text)
+        def write() -> None:
+            with self._create(name, len(text)) as file:
+                file.write(text)
+
+        self._write(write)
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
@@ -232,6 +235,7 @@ def _error_of(action: Callable[[], object]) -> BaseException | None:
     return None
 
 
+@dataclass
 class Publication:
     """One save, from the temporary directory to the name; every rank enters it and calls `commit`.
 
@@ -242,51 +246,37 @@ class Publication:
     An error of the block is kept: it is this rank's vote in `vote` and `commit`.
     """
 
-    def __init__(
-        self,
-        target: Path,
-        process: ProcessContext,
-        *,
-        step: int | None = None,
-        each_node: bool = False,
-        need_bytes: int = 0,
-        memory: StagingMemory | None = None,
-        owns_name: bool = False,
-        is_locked: bool = False,
-    ) -> None:
-        """Describe the save; nothing happens yet.
+    target: Path
+    process: ProcessContext
+    _: KW_ONLY
+    step: int | None = None
+    each_node: bool = False
+    """Every node has a disk of its own, and commits the files of its ranks; rank 0's vote decides."""
+    need_bytes: int = 0
+    """Of the files of this rank; the sum over the ranks is compared with the free space."""
+    memory: StagingMemory | None = None
+    """For copies of the files until `commit`; see StagedDirectory."""
+    owns_name: bool = False
+    """A directory of that name is replaced with all its files, also those that no checkpoint wrote."""
+    is_locked: bool = False
+    """The caller holds the lock of the directory around it; otherwise `target` has one for this save."""
 
-        Args:
-            each_node: every node has a disk of its own, and commits the files of its ranks; rank 0's vote decides.
-            need_bytes: size of the files of this rank; the sum over the ranks is compared with the free space.
-            memory: for copies of the files until `commit`; see StagedDirectory.
-            owns_name: a directory of that name is replaced with all its files, also those that no checkpoint wrote.
-            is_locked: the caller holds the lock of the directory around it; otherwise `target` has one for this save.
-        """
+    def __post_init__(self) -> None:
+        self._section = f"save of {self.target}"
         # Of a link that the user has named, the target is replaced; one among a run's checkpoints is replaced itself.
-        real = os.path.realpath
-        self.target = Path(real(target.parent), target.name) if is_locked else Path(real(target))
-        self.process = process
-        self.step = step
-        self.commits = process.is_local_main if each_node else process.is_main
-        self._first = process.rank - process.local_rank if each_node else 0
-        self._each_node = each_node
-        self._need_bytes = need_bytes
-        self._memory = memory
-        self._owns_name = owns_name
-        self._is_locked = is_locked
-        self._section = f"save of {target}"
+        real, target, process = os.path.realpath, self.target, self.process
+        self.target = Path(real(target.parent), target.name) if self.is_locked else Path(real(target))
+        self.commits = process.is_local_main if self.each_node else process.is_main
+        self._first = process.rank - process.local_rank if self.each_node else 0
+        last = self._first + process.local_world_size if self.each_node else process.world_size
+        # Those that write into this rank's directory.
+        self._ranks = range(self._first, min(last, process.world_size))
         self._leftover: Path | None = None
         self._lock: DirectoryLock | None = None
         self._error: BaseException | None = None
         self.staged: StagedDirectory | None = None
         self.num_bytes = 0
         """Size of the checkpoint, once it is committed; of this node's files with `each_node`."""
-
-    def _ranks(self) -> range:
-        """Return the ranks that write into this rank's directory."""
-        last = self._first + self.process.local_world_size if self._each_node else self.process.world_size
-        return range(self._first, min(last, self.process.world_size))
 
     def __enter__(self) -> StagedDirectory:
         """Make the temporary directory, and return it on every rank. Collective.
@@ -299,10 +289,10 @@ class Publication:
         """
         error = _error_of(partial(fault_point, "save.begin", self.step))
         # Before the directory exists: where one rank cannot begin, nothing has to be removed.
-        needs = gather_or_raise(self.process, self._section, error, self._need_bytes)
+        needs = gather_or_raise(self.process, self._section, error, self.need_bytes)
         name = f"_tmp-{self.target.name}-{uuid.uuid4().hex[:8]}"
         if self.commits:
-            error = _error_of(partial(self._make, name, sum(needs[rank] for rank in self._ranks())))
+            error = _error_of(partial(self._make, name, sum(needs[rank] for rank in self._ranks)))
         try:
             # Also a barrier: no rank writes into the directory before the committing rank has made it.
             names = gather_or_raise(self.process, self._section, error, name)
@@ -311,7 +301,7 @@ class Publication:
             raise
         # The committing rank is the first of those whose files it commits.
         path = self.target.parent / names[self._first]
-        self.staged = StagedDirectory(path, self.step, commits=self.commits, memory=self._memory, ranks=self._ranks())
+        self.staged = StagedDirectory(path, self.step, commits=self.commits, memory=self.memory, ranks=self._ranks)
         self._error = _error_of(partial(fault_point, "save.tmp_made", self.step))
         return self.staged
 
@@ -328,11 +318,11 @@ class Publication:
 
     def _make(self, name: str, need_bytes: int) -> None:
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        if not self._is_locked:
+        if not self.is_locked:
             self._lock = DirectoryLock.take(lock_of(self.target))
         # After the lock: what has this name and is not ours by now was left by a dead run.
         sweep(self.target.parent, self.target.name)
-        if not self._owns_name:
+        if not self.owns_name:
             check_target(self.target)
         # After the sweep, which makes room; for all ranks at once, of which each sees the same free space.
         check_space(self.target.parent, need_bytes)
@@ -417,7 +407,7 @@ class Publication:
     def _write_manifest(self, staged: StagedDirectory, tables: dict[int, Tables]) -> None:
         files: dict[str, FileEntry] = {}
         tensors: dict[str, Mapping[str, TensorEntry]] = {}
-        for rank in self._ranks():
+        for rank in self._ranks:
             own_files, own_tensors = tables[rank]
             twice = sorted(files.keys() & own_files.keys())
             if twice:

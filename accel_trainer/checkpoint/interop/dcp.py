@@ -20,6 +20,7 @@ from torch import Tensor
 
 from accel_trainer.checkpoint.boxes import Box, Index
 from accel_trainer.checkpoint.disk import check_regular, read_regular
+from accel_trainer.checkpoint.manifest import checked_sizes
 from accel_trainer.checkpoint.shards import ShardedTensors, TensorShards
 from accel_trainer.checkpoint.torch_files import check_numbering, check_torch_bytes
 from accel_trainer.errors import (
@@ -127,9 +128,9 @@ class DcpDirectory(ShardedTensors):
             if not hasattr(kind, "chunks"):
                 self._objects[name] = items[name, None]
                 continue
-            entry = TensorShards(_dtype(kind.properties.arguments[0]), _numbers(kind.size))
+            entry = TensorShards(_dtype(kind.properties.arguments[0]), checked_sizes(kind.size))
             for chunk in kind.chunks:
-                box = Box(_numbers(chunk.offsets), _numbers(chunk.sizes))
+                box = Box(checked_sizes(chunk.offsets), checked_sizes(chunk.sizes))
                 item = items[name, box.offsets]
                 if not box.fits(entry.shape) or prod(box.sizes) * entry.dtype.itemsize > item.length:
                     raise CorruptCheckpointError(
@@ -163,7 +164,7 @@ class DcpDirectory(ShardedTensors):
                 raise CheckpointNotFoundError(
                     f"{self.path / METADATA_NAME} names {file!r}, which is missing"
                 ) from error
-        offset, length = _numbers((info.offset, info.length))
+        offset, length = checked_sizes((info.offset, info.length))
         if offset + length > self._sizes[file]:
             raise CorruptCheckpointError(f"{path} is too short: something lies at {offset} + {length} bytes")
         return _Item(file, offset, length)
@@ -232,8 +233,7 @@ def _read_records(path: Path) -> Any:
             raise CorruptCheckpointError(f"{path} cannot be read ({type(error).__name__})") from error
 
 
-# Of what a pickle holds, only values of a known type are looked at: the same list twice in a list, thirty times over,
-# is a hundred bytes in the file, and whoever compares or prints it does not come to an end.
+# Of what a pickle holds, only values of a known type are looked at; see `checked_sizes`.
 
 
 def _text(value: Any) -> str:
@@ -246,13 +246,6 @@ def _key(value: Any) -> str | int:
     return value if isinstance(value, int) else _text(value)
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
-    numbers = tuple(values)
-    if len(numbers) > 64 or not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
-        raise TypeError("something else stands where sizes were expected")
-    return numbers
-
-
 def _dtype(value: Any) -> torch.dtype:
     if not isinstance(value, torch.dtype):
         raise TypeError(f"a {type(value).__name__} stands where a dtype was expected")
@@ -261,7 +254,7 @@ def _dtype(value: Any) -> torch.dtype:
 
 def _offset(index: Any) -> tuple[int, ...] | None:
     offset = getattr(index, "offset", None)
-    return None if offset is None else _numbers(offset)
+    return None if offset is None else checked_sizes(offset)
 
 
 def _with_lists(node: Any) -> Any:

@@ -310,11 +310,6 @@ def _match(
             missing.append(names[0])
         else:
             sources[names[0]] = stored
-    _check_shapes(own, weights, sources)
-    return sources, missing, [name for name in weights if name not in own]
-
-
-def _check_shapes(own: Mapping[str, Tensor], weights: Weights, sources: Mapping[str, str]) -> None:
     shapes = {name: (weights.shape(stored), tuple(own[name].shape)) for name, stored in sources.items()}
     differ = [f"{name} is {a} in the file and {b} in the model" for name, (a, b) in shapes.items() if a != b]
     if differ:
@@ -322,6 +317,7 @@ def _check_shapes(own: Mapping[str, Tensor], weights: Weights, sources: Mapping[
         raise IncompatibleCheckpointError(
             f"{weights.path} does not fit the model: {'; '.join(differ[:5])}{more}. Build the model that was saved"
         )
+    return sources, missing, [name for name in weights if name not in own]
 
 
 def describe_names(names: list[str]) -> str:
@@ -398,19 +394,14 @@ def _choose_dtypes(
     wanted = None if dtype is None else as_dtype(dtype)
     # For float16 alone, whose range such modules exceed: bfloat16 has that of float32.
     kept = () if wanted != torch.float16 else tuple(keep_in_fp32_modules or ())
-    return {name: _dtype(name, own[name], wanted, kept) for name in names}
-
-
-def _dtype(name: str, tensor: Tensor, dtype: torch.dtype | None, kept_in_fp32: Sequence[str]) -> torch.dtype:
-    if any(f".{module}." in f".{name}." for module in kept_in_fp32):
-        dtype = torch.float32
-    if dtype is None or not tensor.is_floating_point() or dtype == tensor.dtype:
-        return tensor.dtype
-    if isinstance(tensor, DTensor):
-        raise ConfigError(
-            f"dtype={dtype}: {name!r} is sharded as {tensor.dtype}; change the model's dtype before prepare()"
-        )
-    return dtype
+    chosen: dict[str, torch.dtype] = {}
+    for name in names:
+        before = own[name].dtype
+        to = torch.float32 if any(f".{module}." in f".{name}." for module in kept) else wanted
+        chosen[name] = to if to is not None and before.is_floating_point else before
+        if chosen[name] != before and isinstance(own[name], DTensor):
+            raise ConfigError(f"dtype={to}: {name!r} is sharded as {before}; change the model's dtype before prepare()")
+    return chosen
 
 
 def _fill(tensor: Tensor, weights: Weights, stored: str, device: torch.device | None, dtype: torch.dtype) -> None:
@@ -441,14 +432,13 @@ def _fill_missing(model: nn.Module, missing: list[str], init_missing: bool, devi
             dist.broadcast_object_list(message, src=0)
             seed = message[0]
     names = [name for name in on_meta if name in initialized]
-    unknown = initialize_tensors(model, names, seed, lambda name: _device_in_memory(name, device_map))
+
+    def device_of(name: str) -> torch.device | None:
+        device = _device(name, device_map, stays_in_memory=True)  # no file has it: on the host, not on disk
+        return None if device == DISK else device
+
+    unknown = initialize_tensors(model, names, seed, device_of)
     return [name for name in on_meta if name in unknown or name not in initialized]
-
-
-def _device_in_memory(name: str, device_map: DeviceMap | None) -> torch.device | None:
-    """Return the device of a tensor that no file has: the host for one that goes to disk."""
-    device = _device(name, device_map, stays_in_memory=True)
-    return None if device == DISK else device
 
 
 Initializer = Callable[[nn.Module], Any]

@@ -311,9 +311,17 @@ def _write(trainer: Trainer, target: Path, staged: StagedDirectory) -> None:
                 torch.save(streams.state_dict(), file)
     if args.should_save:
         _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
-    staged.metadata |= {"trainer": _describe_progress(trainer), "reserved_names": _reserved_names(trainer.model)}
-    staged.metadata[RECORD_KEY] = trainer.run_report.to_plain()
-    staged.metadata["tied"] = _tied_names(trainer.model)
+    # Of the model's own adapters alone: scripts of old have callbacks that save them to another folder once more.
+    folders = adapter_folders(trainer.model).values()
+    places = [Path(folder, name).as_posix() for folder in folders for name in ADAPTER_FILES]
+    names = names_by_tensor(dict(trainer.model.named_parameters(remove_duplicate=False))).values()
+    staged.metadata |= {
+        "trainer": _describe_progress(trainer),
+        "reserved_names": [*RESERVED_NAMES, TRAINED_NAME, *places],
+        RECORD_KEY: trainer.run_report.to_plain(),
+        # Files of weights hold tied parameters under the first of their names.
+        "tied": {name: first for first, *tied in names for name in tied},
+    }
 
 
 def _name_best(trainer: Trainer, target: Path) -> None:
@@ -371,18 +379,6 @@ def _describe_running_loss(trainer: Trainer) -> dict[str, Any] | None:
         return None
     by_rank = trainer.accelerator.gather(trainer._tr_loss).tolist()
     return {"since": since, "by_rank": [loss if math.isfinite(loss) else None for loss in by_rank]}  # JSON has no NaN
-
-
-def _reserved_names(model: nn.Module) -> list[str]:
-    # Of the model's own adapters alone: scripts of old have callbacks that save them to another folder once more.
-    places = [Path(folder, name).as_posix() for folder in adapter_folders(model).values() for name in ADAPTER_FILES]
-    return [*RESERVED_NAMES, TRAINED_NAME, *places]
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the names that tied parameters have beside their first one: files of weights hold one of them."""
-    groups = names_by_tensor(dict(model.named_parameters(remove_duplicate=False))).values()
-    return {name: first for first, *tied in groups for name in tied}
 
 
 def _push(trainer: Trainer, target: Path) -> None:
