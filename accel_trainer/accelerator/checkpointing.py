@@ -295,10 +295,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         return {torch.finfo(dtype).max for dtype in {each.dtype for each in parameters} if dtype.is_floating_point}
 
     def _are_known_finite(self, selection: Selection, verify: Verify) -> bool:
-        """Whether loaded weights are those that the save has looked at: of verified contents, in dtypes that hold them.
-
-        To look at them again takes a fourth more of the processor's time (1.28 for 100 million parameters with AdamW).
-        """
+        """Whether loaded weights are those that the save has looked at: verified, and in dtypes that hold them."""
+        # To look at them again takes a fourth more of the processor's time (1.28 for 100 million parameters, AdamW).
         if selection.stored is None or verify != "full" or self._registered.load_hooks:
             return False
         known = selection.stored.manifest.metadata.get(_FINITE_KEY)
@@ -318,11 +316,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         ]
 
     def _compare_runs(self, path: Path, manifest: Manifest) -> list[str]:
-        """Return how this run differs from the one that saved a state, a line for each warning.
-
-        Raises:
-            IncompatibleCheckpointError: updates have other samples, and `on_changed_run` refuses that.
-        """
+        """Return how this run differs from the one that saved a state, a line for each warning; or refuse that."""
         name = "batch_size / ranks" if self.config.data.split_batches else "batch_size"
         pairs = zip(manifest.metadata.get(_BATCHES_KEY, ()), self._update_batches(), strict=False)
         lines = []
@@ -342,10 +336,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     def _left_by_hooks(
         self, hooks: Iterable[Callable[[list[Any], str], None]], entries: Sequence[Any], directory: Path, section: str
     ) -> list[bool]:
-        """Call hooks with a list of an entry for each model; return which ones they leave in it. Collective.
-
-        Rank 0's answer counts: scripts take entries out on the main process only.
-        """
+        """Call hooks with a list of an entry for each model; return which ones they leave in it. Collective."""
 
         def call_hooks() -> list[bool]:
             left = list(entries)
@@ -353,6 +344,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
                 hook(left, str(directory))
             return [any(own is item for item in left) for own in entries]
 
+        # Rank 0's answer counts: scripts take entries out on the main process only.
         return gather_calls(self.process, section, call_hooks)[0]
 
     def wait_for_checkpoint(self) -> None:
@@ -516,11 +508,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
     @section("load")
     def _roll_back(self, found: str) -> None:
-        """Load the newest checkpoint of this run; loaders and random streams stay where they are. Collective.
-
-        Raises:
-            NonFiniteError: there is no checkpoint yet, or the run has gone back to it too often.
-        """
+        """Load the newest checkpoint of this run; loaders and random streams stay where they are. Collective."""
         guard = self.nonfinite_guard
         assert guard is not None
         self.wait_for_checkpoint()
@@ -584,11 +572,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         return {name: tensor() for name, tensor in io.lazy_model_state().items()}
 
     def _find_unit(self, model: nn.Module) -> PreparedUnit | None:
-        """Return the unit of a model; None for one that was never prepared, and is full on this rank.
-
-        Raises:
-            ConfigError: it was not prepared here, and is sharded.
-        """
+        """Return the unit of a model; None for one that was never prepared, and is full on this rank."""
         found = self._prepared.find(model)
         if found is None and model_has_dtensor(model):
             self._prepared.get(model)  # says that it was not prepared here

@@ -85,10 +85,7 @@ class Read(NamedTuple):
 
 
 def plan_reads(target: Box, shards: Sequence[Box]) -> list[Read] | None:
-    """Return the copies that fill `target` from stored `shards`, each element once, or None when they leave gaps.
-
-    Shards may overlap and come in any order.
-    """
+    """Return the copies that fill `target` from `shards` in any order, each element once; None when they leave gaps."""
     reads = []
     missing = [target] if target.num_elements else []
     for position, shard in enumerate(shards):
@@ -107,8 +104,7 @@ def plan_reads(target: Box, shards: Sequence[Box]) -> list[Read] | None:
 def boxes_of_run(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     """Return boxes of the elements `begin` to `end` of a row-major tensor: a run, as a shard of a flat buffer holds it.
 
-    They come in the order of their elements, and each is contiguous: partial rows at either end, and full rows in
-    between; at most `2 * len(shape) - 1` boxes.
+    They are contiguous, in order, and at most `2 * len(shape) - 1`: partial rows at the ends, full rows in between.
     """
     if begin >= end:
         return []
@@ -157,11 +153,9 @@ def box_at(
 
 
 def balance_bytes(sizes: Sequence[int], num_shares: int) -> list[int]:
-    """Return the share that takes each item, such that no share has many more bytes than another.
-
-    The largest item goes first, to the smallest share so far (longest processing time first, at most 4/3 of the
-    optimum): the same answer on every rank, without communication.
-    """
+    """Return the share that takes each item, such that no share has many more bytes than another."""
+    # The largest item goes first, to the smallest share so far (longest processing time first, at most 4/3 of the
+    # optimum): the same answer on every rank, without communication.
     loads = [0] * num_shares
     takers = [0] * len(sizes)
     # Equal sizes by position: each rank computes this alone, and all have to come to one answer.

@@ -73,13 +73,7 @@ class UpdateBatchChange(NamedTuple):
     def find(
         cls, path: Path, before: UpdateBatch, now: UpdateBatch, *, micro_batch_name: str, loader: str = ""
     ) -> UpdateBatchChange | None:
-        """Return the change; None where there are as many samples.
-
-        Args:
-            path: the checkpoint.
-            micro_batch_name: the setting of this run's micro-batch.
-            loader: the one that the samples come from, where there may be several.
-        """
+        """Return the change from the run that saved the checkpoint `path`; None where there are as many samples."""
         if before.num_samples == now.num_samples:
             return None
         return cls(
@@ -89,11 +83,7 @@ class UpdateBatchChange(NamedTuple):
         )
 
     def check(self, action: ChangedRunAction, *, auto_refuses: bool) -> None:
-        """Refuse to go on from the checkpoint, where `on_changed_run` has it so.
-
-        Args:
-            auto_refuses: whether the default refuses this change.
-        """
+        """Refuse to go on from the checkpoint, where `on_changed_run`, or its default for this change, has it so."""
         if action is ChangedRunAction.REFUSE or action is ChangedRunAction.AUTO and auto_refuses:
             raise IncompatibleCheckpointError(
                 f"{self.found}: from here on it would be another run, which on_changed_run={str(action)!r} refuses. A "
@@ -112,11 +102,8 @@ def describe_changes(
 ) -> str | None:
     """Return how options and versions differ from those of the run that saved a checkpoint; None where none does.
 
-    Not those that say where a run writes, when it logs, saves and evaluates, and how its processes are started.
-
     Args:
         before: options in words, by name, of the run that saved it.
-        now: those of this run.
         without_effect: options in whose place the checkpoint has a state that this run goes on with.
     """
     before, now = {**before, **manifest.versions}, {**now, **used_versions()}

@@ -108,14 +108,7 @@ def save_persistently(
     """Call `save` until it succeeds, as long as the policy allows. Collective, and all ranks act alike.
 
     The policy is for errors of the disk only: those of the system (`OSError`: full, over the quota, unreachable) and
-    `DiskFullError`. Any other one is raised.
-
-    Args:
-        save: raises on all ranks when it fails on one of them; it can be called again.
-        section: of the messages: "save of run/checkpoint_3".
-
-    Returns:
-        The result of `save`; None where it failed and the policy is to warn.
+    `DiskFullError`. Any other one is raised. Returns None where `save` failed and the policy is to warn.
     """
     attempts_left = int(policy.max_pause_s // RETRY_SECONDS)
     while True:
@@ -155,10 +148,9 @@ def _new_group(process: ProcessContext) -> dist.ProcessGroup | None:
 
 
 class BackgroundSaver:
-    """Writes one staged save at a time, on a thread. Every method is called by the main thread of every rank.
+    """Writes one staged save at a time, on a thread. Every method is called by the main thread of every rank."""
 
-    The thread is not a daemon: the interpreter waits for it at exit, so that the last save of a script completes.
-    """
+    # The thread is not a daemon: the interpreter waits for it at exit, so that the last save of a script completes.
 
     def __init__(self, process: ProcessContext) -> None:
         self._process = process
@@ -324,8 +316,7 @@ class Checkpointer:
     def save(self, job: SaveJob) -> Path | None:
         """Save, after the background save that is in flight. Collective; a failure on one rank is raised on all.
 
-        Returns:
-            The checkpoint; None where nothing is saved and the policy is to go on without.
+        Returns None where nothing is saved and the policy is to go on without.
 
         Raises:
             SaveTimeoutError: the background save before this one has not ended in time; for others see `Publication`.

@@ -57,10 +57,8 @@ def _kind(mode: int) -> str:
 
 
 def _stays_inside(real: Path, directory: Path) -> bool:
-    """Whether a resolved path lies below a directory, or in the blob store of the Hub's cache that it is a snapshot of.
-
-    A snapshot is `models--ORG--NAME/snapshots/COMMIT`, and its files are links to `models--ORG--NAME/blobs/HASH`.
-    """
+    """Whether a resolved path lies below a directory, or in the blobs of the Hub's cache that it is a snapshot of."""
+    # A snapshot is `models--ORG--NAME/snapshots/COMMIT`, and its files are links to `models--ORG--NAME/blobs/HASH`.
     home = directory.resolve()
     if real.is_relative_to(home):
         return True
@@ -139,13 +137,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def as_corrupt(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Context in which an error that damaged contents make a reader stumble with is a CorruptCheckpointError of `path`.
-
-    For what reads files, never for code of the user: its mistakes are no damage.
-
-    Args:
-        kinds: errors that count, too.
-    """
+    """Context in which errors that damaged contents cause, and `kinds`, are CorruptCheckpointErrors of `path`."""
+    # For what reads files, never for code of the user: its mistakes are no damage.
     try:
         yield
     except (*_STUMBLES, *kinds) as error:
@@ -158,11 +151,7 @@ def as_corrupt(path: Path, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def open_own(path: Path) -> int:
-    """Return a descriptor to read and write a file of ours, which is created if need be; nothing of it is changed yet.
-
-    Raises:
-        ConfigError: a link, a FIFO, a directory or a device has the name, or the file has a second name.
-    """
+    """Return a descriptor to read and write a file of ours, which is created if need be; refuse anything else."""
     # O_NOFOLLOW: through a link the signature would overwrite a file elsewhere. O_NONBLOCK: a FIFO would wait.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -244,11 +233,9 @@ def explain_full_disk(path: Path, need_bytes: int | None = None) -> Iterator[Non
 
 
 def fsync_path(path: Path) -> None:
-    """Bring a file's contents, or a directory's entries, to the disk.
-
-    After a rename or a new file, the directory too: fsync of a file does not make its name durable (fsync(2)). File
-    systems over a network often cannot do it for directories, and need not: their server keeps the names.
-    """
+    """Bring a file's contents, or a directory's entries, to the disk."""
+    # After a rename or a new file, the directory too: fsync of a file does not make its name durable (fsync(2)). File
+    # systems over a network often cannot do it for directories, and need not: their server keeps the names.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)

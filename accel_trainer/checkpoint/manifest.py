@@ -365,10 +365,8 @@ def _decode_tensor(data: dict[str, Any]) -> TensorEntry:
 
 
 def checked_sizes(values: Any) -> tuple[int, ...]:
-    """Return sizes or offsets that a file holds, a few non-negative numbers; of others a TypeError, without them.
-
-    The same list twice in a list, thirty times over, is a hundred bytes in a pickle, and printing it does not end.
-    """
+    """Return sizes or offsets that a file holds, a few non-negative numbers; of others a TypeError, without them."""
+    # The same list twice in a list, thirty times over, is a hundred bytes in a pickle, and printing it does not end.
     numbers = tuple(values)
     if len(numbers) > 64 or not all(isinstance(number, int) and 0 <= number < 2**63 for number in numbers):
         raise TypeError("something else stands where sizes were expected")

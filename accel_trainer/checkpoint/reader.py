@@ -73,14 +73,7 @@ class StoredCheckpoint:
         self._verified.update(waiting)
 
     def verify_together(self, names: Iterable[str] | None = None) -> None:
-        """Verify the files that the ranks will read: each once per node, balanced over its ranks. Collective.
-
-        Args:
-            names: files that this rank will read; None means all.
-
-        Raises:
-            CorruptCheckpointError: on all ranks, where one of them found a file to be bad.
-        """
+        """Verify all files, or those that the ranks will read, each once per node. Collective; all raise alike."""
         flaw = self.find_flaw_together(names)
         if flaw is not None:
             raise CorruptCheckpointError(flaw)
@@ -192,9 +185,7 @@ def choose_newest(
 ) -> Path:
     """Return the newest checkpoint that is complete as far as names and lengths tell; rank 0 calls it.
 
-    Args:
-        passed_over: those to leave out, each with the reason; those that are found to be bad are added.
-        missing: raised where there has never been one.
+    Those in `passed_over` are left out, and those that are found to be bad are added. `missing` is raised for none.
     """
     seen = {line.partition(":")[0] for line in passed_over}
     for _, path in reversed(numbered_checkpoints(directory, kind.prefix)):

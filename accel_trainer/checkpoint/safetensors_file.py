@@ -80,10 +80,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def write_order(tensors: Mapping[str, Tensor | LazyTensor]) -> list[str]:
-    """Return the order of tensors in a file, in which lazy ones are made.
-
-    Large element types first, so that all are aligned without gaps, which the format forbids.
-    """
+    """Return the order of tensors in a file, in which lazy ones are made."""
+    # Large element types first, so that all are aligned without gaps, which the format forbids.
     return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
@@ -119,12 +117,11 @@ _copy_stream = functools.cache(SideStream)
 
 
 class StagingMemory:
-    """Host memory for copies. It is kept from one save to the next: most of a copy's time goes into fresh pages.
+    """Host memory for copies. It is kept from one save to the next: most of a copy's time goes into fresh pages."""
 
-    Of a device with streams the memory is pinned, and the host does not wait for the copies: `wait` does, on the thread
-    that reads them. The device ends them before it computes further: not the optimizer alone changes what is saved, a
-    forward changes buffers. Copies from another device are complete when `copy` returns.
-    """
+    # Of a device with streams the memory is pinned, and the host does not wait for the copies: `wait` does, on the
+    # thread that reads them. The device ends them before it computes further: not the optimizer alone changes what is
+    # saved, a forward changes buffers. Copies from another device are complete when `copy` returns.
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -39,10 +39,8 @@ def is_sharded_or_replicated(tensor: Tensor) -> bool:
 
 
 def is_sharded_again(placement: Placement) -> bool:
-    """Whether an axis of the mesh shards the shards of later ones, as FSDP2 those of tensor parallelism.
-
-    torch calls it a strided shard: it counts along the full tensor.
-    """
+    """Whether an axis of the mesh shards the shards of later ones, as FSDP2 those of tensor parallelism."""
+    # torch calls it a strided shard: it counts along the full tensor.
     return hasattr(placement, "split_factor")
 
 

@@ -68,11 +68,10 @@ def lock_of(target: Path) -> Path:
 
 
 class DirectoryLock:
-    """A file that its owner holds by `flock` and has signed; a process may take it several times.
+    """A file that its owner holds by `flock` and has signed; a process may take it several times."""
 
-    The kernel drops a `flock` with its owner's last descriptor, however that ended. The signature names the owner in
-    messages, and decides where a network disk has no locks, or none between machines: see `_wait_for_sign_of_life`.
-    """
+    # The kernel drops a `flock` with its owner's last descriptor, however that ended. The signature names the owner in
+    # messages, and decides where a network disk has no locks, or none between machines: see `_wait_for_sign_of_life`.
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -267,10 +266,8 @@ def _locked(path: Path, owner: dict[str, Any]) -> CheckpointLockedError:
 
 
 def _wait_for_sign_of_life(path: Path, descriptor: int, owner: dict[str, Any]) -> bool:
-    """Wait for an owner elsewhere to touch its lock, and return whether it did; so much time without means it is dead.
-
-    The file's time is compared with itself alone: this machine's clock or the other's may be minutes ahead.
-    """
+    """Wait for an owner elsewhere to touch its lock, and return whether it did; else it is dead."""
+    # The file's time is compared with itself alone: this machine's clock or the other's may be minutes ahead.
     seen = os.fstat(descriptor).st_mtime
     seconds = STALE_SECONDS if time.time() - seen <= STALE_SECONDS else SILENCE_SECONDS
     logger.warning("waiting up to %.0f s for a sign of life of %s at %s", seconds, _describe_owner(owner), path)
@@ -336,10 +333,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def publish_name(staged: Path, target: Path) -> Path | None:
-    """Rename `staged` to `target`, durably; return the new place of an older `target`, to be removed.
-
-    Where names cannot be swapped in one step, `recover_target` brings the older one back after a kill in between.
-    """
+    """Rename `staged` to `target`, durably; return the new place of an older `target`, to be removed."""
+    # Where names cannot be swapped in one step, `recover_target` brings the older one back after a kill in between.
     leftover = None
     if not os.path.lexists(target) or (not target.is_symlink() and not any(target.iterdir())):
         os.rename(staged, target)
@@ -392,10 +387,8 @@ def remove_tree(path: Path) -> None:
 
 
 def sweep(directory: Path, name: str | None = None) -> None:
-    """Remove the leftovers of dead runs, of checkpoints called `name` or of all; only the owner of the lock calls it.
-
-    Of all, those stay that another run is saving under a name with a lock of its own.
-    """
+    """Remove the leftovers of dead runs, of checkpoints called `name` or of all; the owner of the lock calls it."""
+    # Of all, those stay that another run is saving under a name with a lock of its own.
     pattern = "*" if name is None else glob.escape(name)
     for kind in ("_tmp", "_trash", "_old"):
         for path in directory.glob(f"{kind}-{pattern}{_UNIQUE}"):
@@ -471,17 +464,11 @@ def pass_over(path: Path, reason: str, passed_over: list[str]) -> None:
 def retire(
     directory: Path, keep: int, protected: Collection[Path] = (), *, step: int | None = None, prefix: str = PREFIX
 ) -> list[Path]:
-    """Remove complete checkpoints of lower numbers until `keep` are left; one process calls it, after a commit.
+    """Remove complete checkpoints of lower numbers until `keep` are left, the `protected` ones always among them.
 
-    Links to checkpoints stay, and do not count: what they lead to is not this run's. A failure is a warning.
-
-    Args:
-        keep: 1 or more: the last good one never goes.
-        protected: checkpoints that stay, whatever their number, and count.
-
-    Returns:
-        The removed ones, or at least renamed.
+    One process calls it, after a commit. A failure is a warning. Returns the removed ones, or at least renamed.
     """
+    # Links to checkpoints stay, and do not count: what they lead to is not this run's.
     own = [path for _, path in numbered_checkpoints(directory, prefix) if not path.is_symlink()]
     complete = [path for path in own if is_complete(path)]
     removed = []

@@ -46,10 +46,8 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def adapter_folders(model: nn.Module) -> dict[str, str]:
-    """Return the folder of each adapter below the directory of a save, "" for that itself; nothing without adapters.
-
-    Of a `peft.PeftModel` all adapters, and of a transformers model with `add_adapter()` the active one, as both save.
-    """
+    """Return the folder of each adapter below the directory of a save, "" for that itself; nothing without adapters."""
+    # Of a `peft.PeftModel` all adapters, and of a transformers model with `add_adapter()` the active one, as both save.
     anything: Any = model
     if is_peft_model(model):
         return {name: "" if name == "default" else name for name in anything.peft_config}
@@ -65,14 +63,10 @@ def _outline(state: State) -> dict[str, Tensor]:
 
 
 def _stored_names(model: nn.Module, adapter: str, outline: Mapping[str, Tensor], embeddings: Any) -> dict[str, str]:
-    """Return the model's name of each tensor by its name in an adapter's file; those that PEFT computes are left out.
-
-    PEFT is handed the outline in place of a state_dict, and answers with some of its tensors under other names.
-
-    Args:
-        embeddings: "auto" has the model's embeddings among them where PEFT would save them (where the vocabulary was
-            enlarged, for which it may ask the hub); False never.
-    """
+    """Return the model's name of each tensor by its name in an adapter's file, but for those that PEFT computes."""
+    # PEFT is handed the outline in place of a state_dict, and answers with some of its tensors under other names. With
+    # embeddings="auto" those of the model are among them where the vocabulary was enlarged, for which it may ask the
+    # hub; with False never.
     from peft import get_peft_model_state_dict
 
     known = {id(tensor): name for name, tensor in outline.items()}
@@ -97,10 +91,8 @@ def _prompt_names(adapter: str, outline: Mapping[str, Tensor]) -> dict[str, str]
 
 @contextmanager
 def unsharded_prompts(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Have prompt encoders compute with unsharded `values`, by the model's names, in this block. Not collective.
-
-    To save prompts PEFT runs their encoders on one rank, where shards cannot be multiplied and hooks would gather.
-    """
+    """Have prompt encoders compute with unsharded `values`, by the model's names, in this block. Not collective."""
+    # To save prompts PEFT runs their encoders on one rank, where shards cannot be multiplied and hooks would gather.
     encoders = getattr(model, "prompt_encoder", None) if is_peft_model(model) else None
     if not isinstance(encoders, nn.ModuleDict):
         yield

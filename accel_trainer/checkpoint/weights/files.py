@@ -113,11 +113,8 @@ def _split(state: State, limit: int) -> list[dict[str, Tensor | LazyTensor]]:
 
 
 def remove_weights(directory: Path, *, keep: Sequence[str] = (), with_bin: bool = False) -> None:
-    """Remove weights of earlier saves, `keep` excepted, so that no stale file is read in place of a new one.
-
-    Args:
-        with_bin: torch's own files too. They need not go when safetensors are written, which are read before them.
-    """
+    """Remove weights of earlier saves, `keep` excepted, so that no stale file is read in place of a new one."""
+    # Torch's own files need not go when safetensors are written, which are read before them.
     # Indexes before the files that they name: a reader finds all weights or none.
     patterns = [INDEX_NAME, WEIGHTS_NAME, "model-*-of-*.safetensors"]
     if with_bin:
@@ -340,11 +337,9 @@ def _replace_index(path: Path, index: Any) -> None:
 
 
 def _publish(directory: Path, names: Sequence[str], index: Path | None, shards: Sequence[State]) -> None:
-    """Give written files their names, such that a kill at any moment leaves the old weights or the new ones readable.
-
-    Without an index that is one step. With one, the index comes last, and shards of the old one whose names are taken
-    by new ones stay readable under other names until then.
-    """
+    """Give written files their names, such that a kill at any moment leaves old or new weights readable."""
+    # Without an index that is one step. With one, the index comes last, and shards of the old one whose names are taken
+    # by new ones stay readable under other names until then.
     if index is not None:
         _set_aside(index, names)
     for name in names:
@@ -516,12 +511,10 @@ class _TensorDict(dict[str, Tensor], TensorReader):
 
 
 def find_weight_file(directory: Path, unit: int = 0) -> Path:
-    """Return the index or the file that holds a model's weights in `directory`; of `unit`, where there are several.
-
-    Safetensors come before torch's own files, and an index before a single file: the file that lies beside an index is
-    older, for a save that needed no index would have removed it. The only index of another name comes last. Names with
-    a number are accelerate's, those with "fsdp" are accelerate's and its Trainer's for FULL_STATE_DICT.
-    """
+    """Return the index or the file that holds a model's weights in `directory`; of `unit`, where there are several."""
+    # Safetensors come before torch's own files, and an index before a single file: the file that lies beside an index
+    # is older, for a save that needed no index would have removed it. The only index of another name comes last. Names
+    # with a number are accelerate's, those with "fsdp" are accelerate's and its Trainer's for FULL_STATE_DICT.
     suffix = f"_{unit}" if unit else ""
     stems = (f"model{suffix}.safetensors", f"pytorch_model{suffix}.bin", f"pytorch_model_fsdp{suffix}.bin")
     names = [name for stem in stems for name in (f"{stem}.index.json", stem)]

@@ -46,11 +46,10 @@ _INITIALIZERS = {name for name in dir(nn.init) if name.endswith("_") and not nam
 
 
 class _SkipMetaInitialization(TorchFunctionMode):
-    """Skips the initialisation of tensors without memory.
+    """Skips the initialisation of tensors without memory."""
 
-    torch runs the decompositions of the random functions on the meta device, in Python: 70% of the time in which a
-    llama of 12 layers is built.
-    """
+    # torch runs the decompositions of the random functions on the meta device, in Python: 70% of the time in which a
+    # llama of 12 layers is built.
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -449,13 +448,11 @@ def initialize_tensors(
 ) -> list[str]:
     """Initialise meta parameters and buffers as their own modules do, and return the names for which none knows how.
 
-    By a transformers model's `_init_weights`, or the module's `reset_parameters`. Each module is initialised unsharded,
-    on the CPU, from a seed of its own; then each rank takes its shard: the strategy changes no value.
-
-    Args:
-        seed: the same on every rank.
-        device_of: the device of a tensor's memory; None leaves it to `materialize`.
+    By a transformers model's `_init_weights`, or the module's `reset_parameters`, from a `seed` that is the same on
+    every rank. `device_of` a tensor is that of its memory; None leaves it to `materialize`.
     """
+    # Each module unsharded, on the CPU, from a seed of its own; then each rank takes its shard: the strategy changes no
+    # value.
     by_owner: dict[str, list[str]] = {}
     for name in names:
         by_owner.setdefault(name.rpartition(".")[0], []).append(name)

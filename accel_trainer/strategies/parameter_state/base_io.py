@@ -65,10 +65,7 @@ def match_model(
 ) -> list[tuple[str, str]] | str:
     """Return (own name, saved name) for each distinct tensor to load, or the message of the differences.
 
-    Args:
-        own: tensors of `module` by name; of a tied one, one saved name is enough.
-        saved: tensors by name, of which only the shapes are read.
-        shape_of: the unsharded shape of one of `own`.
+    Of a tied tensor, one saved name is enough. `shape_of` one of `own` is its unsharded shape.
     """
     groups = names_by_tensor(own).values()
     saved_names = {names[0]: next((name for name in names if name in saved), None) for names in groups}
@@ -94,12 +91,10 @@ def match_model(
 def match_groups(saved: Mapping[str, Any], own_groups: Sequence[Sequence[str]]) -> list[Any] | str:
     """Return the saved parameter groups in the order of `own_groups`, or the message of the differences.
 
-    Groups without parameters need no counterpart: DeepSpeed drops them, and a Trainer of adapters has one where nothing
-    is without weight decay. One that has none is returned without options.
-
-    Args:
-        own_groups: the names of the parameters of each group.
+    `own_groups` are the names of the parameters of each group. One without a counterpart is returned without options.
     """
+    # Groups without parameters need none: DeepSpeed drops them, and a Trainer of adapters has one where nothing is
+    # without weight decay.
     groups = saved.get("param_groups", [])
     names_saved, names_owned = ([list(names) for names in each] for each in ((g["params"] for g in groups), own_groups))
     if sorted(filter(None, names_saved)) != sorted(filter(None, names_owned)):
@@ -297,10 +292,7 @@ class CheckpointIO(ABC):
         }
 
     def full_model_state(self) -> dict[str, Tensor]:
-        """Return all parameters and persistent buffers as CPU tensors on rank 0, and an empty dict elsewhere.
-
-        Tied parameters share one tensor, under every name they have.
-        """
+        """Return parameters and persistent buffers, tied ones under every name, on the CPU of rank 0; {} elsewhere."""
         is_main = current_rank() == 0
         state: dict[str, Tensor] = {}
         own = dict(self.model_tensors())
@@ -351,8 +343,7 @@ class CheckpointIO(ABC):
     def full_optimizer_state(self, keep: bool | None = None) -> dict[str, Any]:
         """Return `{"state": {name: ...}, "param_groups": [{"params": [name, ...], ...}]}`, of all optimizers.
 
-        Args:
-            keep: whether this rank gets it, or `{}`; rank 0 alone when None.
+        Ranks that do not `keep` it get `{}`: all but rank 0 when None.
         """
 
     def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:

@@ -137,10 +137,8 @@ class TorchCheckpointIO(CheckpointIO):
     # --- full states of optimizers ----------------------------------------------------------------------------------
 
     def _named_groups(self) -> list[tuple[dict[str, Any], dict[str, nn.Parameter], Optimizer]]:
-        """Return the groups of all optimizers, each with its parameters of this module by name, and its optimizer.
-
-        An optimizer of several models has groups without parameters of this one.
-        """
+        """Return the groups of all optimizers, each with its parameters of this module by name, and its optimizer."""
+        # An optimizer of several models has groups without parameters of this one.
         self.require_optimizer()
         names = {id(parameter): uncompiled_name(name) for name, parameter in self.module.named_parameters()}
         found = []

@@ -246,10 +246,8 @@ class ResumingMethods(SavingMethods):
                 super()._load_rng_state(checkpoint)
 
     def resume_running_loss(self) -> None:
-        """Go on with the mean since the last log, where a checkpoint lies between two. Not collective.
-
-        `train_loss` stays that of the updates since the resume, as with transformers.
-        """
+        """Go on with the mean since the last log, where a checkpoint lies between two. Not collective."""
+        # `train_loss` stays that of the updates since the resume, as with transformers.
         run, process = self.run_checkpoints, self.accelerator.process
         saved = None if run.resumption is None else run.resumption.progress.get("running_loss")
         if saved is None:
@@ -325,12 +323,7 @@ class ResumingMethods(SavingMethods):
 
 
 def select(trainer: Trainer, given: bool | str | os.PathLike[str]) -> None:
-    """Choose the checkpoint to resume from, its contents verified. Collective: rank 0 decides for all.
-
-    Args:
-        given: True is the newest good one of the run: others are renamed to `_bad-...` with a warning. A path is taken
-            as it is.
-    """
+    """Choose the checkpoint to resume from, the newest good one of the run for True. Collective: rank 0 decides."""
     run, run_dir = trainer.run_checkpoints, Path(trainer.args.output_dir)
     selection = _select(trainer, given, run_dir)
     is_own = selection.path.absolute().parent == run_dir.absolute()
@@ -400,11 +393,10 @@ def _holds_adapters(trainer: Trainer, checkpoint: Path) -> bool:
 
 @contextmanager
 def loading_by_override(trainer: Trainer) -> Iterator[None]:
-    """Context in which a library's own `_load_from_checkpoint` finds a sharded model to be as any other.
-
-    That of sentence-transformers builds another model of the model's class from the checkpoint, and hands its state to
-    `load_state_dict`. Both are the user's here, and the state is loaded into the shards. Nothing without an override.
-    """
+    """Context in which a library's own `_load_from_checkpoint` finds a sharded model to be as any other."""
+    # That of sentence-transformers builds another model of the model's class from the checkpoint, and hands its state
+    # to `load_state_dict`. Both are the user's here, and the state is loaded into the shards. Nothing without an
+    # override.
     model = trainer.model
     is_own = type(trainer)._load_from_checkpoint is ResumingMethods._load_from_checkpoint
     if is_own or not trainer.is_sharded or not trainer.accelerator.is_prepared(model):
@@ -421,13 +413,12 @@ def loading_by_override(trainer: Trainer) -> Iterator[None]:
 def begin_pass(trainer: Trainer, loader: Any, num_trained: int, checkpoint: str | None) -> tuple[Any, str | None]:
     """Return the rest of a pass over the training loader, and where random streams are still to be restored from.
 
-    Before the first window is read, as a rule: collators and datasets draw, and a pass that begins within an epoch
-    does not. A stream without a position is read up to there first, and those draws are of batches left out.
-
     Args:
         num_trained: micro-batches of the epoch that are trained already.
         checkpoint: of the resume that this pass goes on from; None in later ones.
     """
+    # Streams are restored before the first window is read, as a rule: collators and datasets draw, and a pass that
+    # begins within an epoch does not. A stream without a position is read up to there first: batches left out.
     is_left_out, run = num_trained > 0 and not trainer._loader_has_position, trainer.run_checkpoints
     if checkpoint is not None and run.resumption is not None:
         run.resumption.restore_pass_streams(trainer.accelerator.process, loader, is_within_pass=is_left_out)
@@ -474,11 +465,9 @@ class _Rest:
 
 @contextmanager
 def keeping_best(trainer: Trainer) -> Iterator[None]:
-    """Name rank 0's best checkpoint on all ranks and, with `save_total_limit=1`, keep it alone; the block ends a run.
-
-    Collective. Upstream does so without verification: it would remove the last good checkpoint beside a best one that
-    is corrupt, and also directories that are no complete checkpoint of this Trainer.
-    """
+    """Name rank 0's best checkpoint on all ranks and, with `save_total_limit=1`, keep it alone. Collective."""
+    # Upstream does so without verification: it would remove the last good checkpoint beside a best one that
+    # is corrupt, and also directories that are no complete checkpoint of this Trainer.
     args, state = trainer.args, trainer.state
     # Each rank has looked for its directory by itself, and loading it is collective.
     best = gather_or_raise(trainer.accelerator.process, "end of training", None, state.best_model_checkpoint)[0]

@@ -209,11 +209,9 @@ class SavingMethods(_Upstream):
         return dict(self.run_checkpoints.metrics.values)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; see upstream. The first log of training after a save or a resume has its metrics, too.
-
-        Callbacks and trackers see them. `state.log_history` keeps those of the last log, which has all of them; it
-        leaves out the others: checkpoints hold it, and that of a resumed run is that of an uninterrupted one.
-        """
+        """Log; see upstream. The first log of training after a save or a resume has its metrics, too."""
+        # Callbacks and trackers see them. `state.log_history` keeps those of the last log, which has all of them; it
+        # leaves out the others: checkpoints hold it, and that of a resumed run is that of an uninterrupted one.
         metrics: dict[str, float] = {}
         is_last = "train_runtime" in logs  # upstream adds one to others, where it counts tokens
         if "loss" in logs:
@@ -539,10 +537,9 @@ class RunCheckpoints:
 
 
 class PassStreams:
-    """The random streams that a pass over a loader of the user's own takes its order from, as the pass began.
+    """The random streams that a pass over a loader of the user's own takes its order from, as the pass began."""
 
-    A loader that the Accelerator has prepared needs none: seed and epoch are its order.
-    """
+    # A loader that the Accelerator has prepared needs none: seed and epoch are its order.
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -558,10 +555,9 @@ def _states_of(loader: Any) -> list[torch.Tensor]:
 
 
 class UpdateNote:
-    """The number of a run's last update, in a file for the run that resumes; written over in place, and never synced.
+    """The number of a run's last update, in a file for the run that resumes; written in place, and never synced."""
 
-    It survives the process, and not the machine. It serves a metric only: where it cannot be written, there is none.
-    """
+    # It survives the process, and not the machine. It serves a metric only: where it cannot be written, there is none.
 
     def __init__(self, directory: Path, saved: int) -> None:
         """Begin to take note in a run's directory, at an update that was just saved; OSError where that cannot be."""

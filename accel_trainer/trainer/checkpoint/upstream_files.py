@@ -159,10 +159,8 @@ def _check_outline(path: Path) -> None:
 
 
 def check_contents(selection: Selection, process: ProcessContext) -> None:
-    """Refuse a checkpoint whose files match their checksums, and hold other things than a Trainer's.
-
-    Torch's files that upstream would wait for, or could not hold in memory, among them.
-    """
+    """Refuse a checkpoint whose files match their checksums, and hold other things than a Trainer's."""
+    # Torch's files that upstream would wait for, or could not hold in memory, among them.
     path = selection.path
     if selection.stored is not None and process.is_main:
         _check_readable(path)
@@ -209,10 +207,9 @@ def _create(trainer: Trainer, directory: Path, name: str) -> AbstractContextMana
 
 
 def save_model(trainer: Trainer, output_dir: str) -> None:
-    """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective.
-
-    Sharded weights are gathered one by one into a file without a name: they take disk room twice, and no rank's memory.
-    """
+    """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective."""
+    # Sharded weights are gathered one by one into a file without a name: they take disk room twice, and no rank's
+    # memory.
     writes = trainer.args.should_save
     process, is_prepared = trainer.accelerator.process, trainer.accelerator.is_prepared(trainer.model)
     if adapter_folders(trainer.model) and is_prepared:
@@ -254,11 +251,9 @@ def without_secrets(args: TrainingArguments) -> Iterator[None]:
 
 @contextmanager
 def saving_on_this_rank(model: nn.Module | None) -> Iterator[None]:
-    """Let a model's `save_pretrained` write on this rank, whichever it is; change nothing without one.
-
-    transformers 5.17 to 5.23 write on rank 0 of the job alone (distributed/mixin.py:349), and leave the other nodes
-    without a model where each is to have one.
-    """
+    """Let a model's `save_pretrained` write on this rank, whichever it is; change nothing without one."""
+    # transformers 5.17 to 5.23 write on rank 0 of the job alone (distributed/mixin.py:349), and leave the other nodes
+    # without a model where each is to have one.
     name = "should_save_on_this_rank"
     if not hasattr(model, name):
         yield
@@ -276,19 +271,15 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def storable(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state of a model that has no `save_pretrained` as safetensors take it: contiguous, tied weights once.
-
-    transformers 5.23 (trainer.py:4156) hands it over as it is, and fails at the first checkpoint.
-    """
+    """Return the state of a model that has no `save_pretrained` as safetensors take it: contiguous, tied ones once."""
+    # transformers 5.23 (trainer.py:4156) hands it over as it is, and fails at the first checkpoint.
     kept = distinct(state)
     return {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in kept.items()}
 
 
 def save_trained_beside(trainer: Trainer, staged: StagedDirectory) -> None:
-    """Write the tensors that training changes and that the files of the adapters leave out. Collective.
-
-    A prompt encoder's own weights, for instance: PEFT saves the prompts that it makes. Nothing without adapters.
-    """
+    """Write the tensors that training changes and that the files of the adapters leave out. Collective."""
+    # A prompt encoder's own weights, for instance: PEFT saves the prompts that it makes. Nothing without adapters.
     model = trainer.model
     if not adapter_folders(model):
         return
@@ -308,10 +299,7 @@ def save_trained_beside(trainer: Trainer, staged: StagedDirectory) -> None:
 
 
 def load_adapters(trainer: Trainer, directory: Path) -> None:
-    """Load a checkpoint's adapters into the model, which stays as it is otherwise: active ones stay active.
-
-    Collective; rank 0 reads.
-    """
+    """Load a checkpoint's adapters into the model; active ones stay active. Collective; rank 0 reads."""
     logger.info(f"Loading model from {directory}.")
     model, process = trainer.model, trainer.accelerator.process
     io = _io(trainer) if trainer.is_sharded else TorchCheckpointIO(model)
@@ -354,11 +342,9 @@ def _saves_in_shards(trainer: Trainer) -> bool:
 
 
 def _as_held(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return weights under the names and in the shapes that `model` has, where transformers stores them under others.
-
-    Its `save_pretrained` undoes what `from_pretrained` does: a mixture has one tensor of all experts, and a file each
-    expert by itself. Loaded by name, they would be left out.
-    """
+    """Return weights under the names and in the shapes that `model` has, where transformers stores others."""
+    # Its `save_pretrained` undoes what `from_pretrained` does: a mixture has one tensor of all experts, and a file each
+    # expert by itself. Loaded by name, they would be left out.
     own = set(model.state_dict(keep_vars=True))
     if not isinstance(model, PreTrainedModel) or own.issuperset(weights) or not own.difference(weights):
         return weights
@@ -372,11 +358,9 @@ def _as_held(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Te
 
 
 def load_as_held(trainer: Trainer, model: nn.Module, directory: Path) -> bool:
-    """Load weights that are stored otherwise than a model that is not sharded holds them; return whether they are.
-
-    Those of a model that is not of transformers, too: upstream (5.23, trainer.py:4063) asks it for what it never has
-    where a name is missing. Else nothing is loaded. Every rank reads.
-    """
+    """Load weights that are stored otherwise than a model that is not sharded holds them; return whether they are."""
+    # Those of a model that is not of transformers, too: upstream (5.23, trainer.py:4063) asks it for what it never has
+    # where a name is missing. Else nothing is loaded. Every rank reads.
     try:
         weights = find_weights(directory, verify="off")
     except CheckpointNotFoundError:
@@ -523,12 +507,7 @@ def load_scheduler(trainer: Trainer, directory: Path) -> None:
 
 
 def _fit_groups(state: Mapping[str, Any], num_saved: int, holds: list[bool], directory: Path) -> dict[str, Any]:
-    """Return a schedule's state for other groups of an optimizer, where empty ones make the difference.
-
-    Args:
-        num_saved: the number of groups that it was saved for.
-        holds: for each group of this run, whether it has parameters.
-    """
+    """Return a schedule's state for other groups, of which each `holds` parameters or not, and empty ones differ."""
     if num_saved != sum(holds) and len({repr(rate) for rate in state["base_lrs"]}) > 1:
         raise IncompatibleCheckpointError(
             f"the schedule in {directory.absolute()} was saved for {num_saved} parameter groups with rates "
