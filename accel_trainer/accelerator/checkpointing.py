@@ -23,7 +23,7 @@ from accel_trainer.big_models.offloaded_state import is_offloaded, lazy_state_di
 from accel_trainer.checkpoint.changed_run import UpdateBatch, UpdateBatchChange, describe_changes
 from accel_trainer.checkpoint.checkpointer import SaveJob
 from accel_trainer.checkpoint.disk import as_corrupt
-from accel_trainer.checkpoint.interop.accelerate_state import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
+from accel_trainer.checkpoint.interop.huggingface import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind, Selection, Verify, check_verify

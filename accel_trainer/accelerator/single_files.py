@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME
-from accel_trainer.checkpoint.interop.export import export_weights, find_weights
+from accel_trainer.checkpoint.interop.huggingface import export_weights, find_weights
 from accel_trainer.checkpoint.run_state import read_on_main
 from accel_trainer.checkpoint.torch_files import PLAIN_ARRAYS, load_torch_file
 from accel_trainer.checkpoint.weights.adapters import is_peft_model

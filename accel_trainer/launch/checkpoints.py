@@ -96,7 +96,7 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
 def export(arguments: argparse.Namespace) -> int:
     """Write the weights or the state that arguments of the command line name, and print the files; return 0."""
     if arguments.format == "weights":
-        from accel_trainer.checkpoint.interop.export import export_weights
+        from accel_trainer.checkpoint.interop.huggingface import export_weights
 
         names = export_weights(
             arguments.source,
@@ -107,7 +107,7 @@ def export(arguments: argparse.Namespace) -> int:
             verify=arguments.verify,
         )
     else:
-        from accel_trainer.checkpoint.interop.export import export_hf_fsdp
+        from accel_trainer.checkpoint.interop.huggingface import export_hf_fsdp
 
         is_sharded = arguments.format == "fsdp-sharded"
         names = export_hf_fsdp(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_trainer import Accelerator
-from accel_trainer.checkpoint.interop.export import find_weights
+from accel_trainer.checkpoint.interop.huggingface import find_weights
 from accel_trainer.errors import ConfigError
 from accel_trainer.local_sgd import LocalSGD
 from tests.ranks import run_ranks

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from accel_trainer.checkpoint.interop.export import export_weights
+from accel_trainer.checkpoint.interop.huggingface import export_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from tests.ecosystem.peft_models import (
     RANKS,

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from accel_trainer.checkpoint.interop.export import export_hf_fsdp
+from accel_trainer.checkpoint.interop.huggingface import export_hf_fsdp
 from accel_trainer.errors import AccelTrainerError, ConfigError, IncompatibleCheckpointError, MissingExtraError
 from tests.ranks import preload, run_ranks
 from tests.strategy_configs import needs_deepspeed

@@ -15,7 +15,7 @@ Of a model with adapters of PEFT, a Trainer of any strategy writes in place of m
     trained_weights.safetensors                       what is trained beside the adapters, if anything is
 
 Read as well: the files of transformers' Trainer (`optimizer.pt`; `pytorch_model_fsdp.bin`, `pytorch_model_fsdp_0/`,
-`optimizer_0/`; under DeepSpeed `global_step*/`). `checkpoint/interop/export.py` writes those of FSDP.
+`optimizer_0/`; under DeepSpeed `global_step*/`). `checkpoint/interop/huggingface.py` writes those of FSDP.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from transformers.utils import logging
 
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.checkpoint.disk import as_corrupt, check_regular, create_file, read_json
-from accel_trainer.checkpoint.interop.accelerate_state import name_parameters
-from accel_trainer.checkpoint.interop.export import find_weights
+from accel_trainer.checkpoint.interop.huggingface import find_weights, name_parameters
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind, Selection, open_checkpoint

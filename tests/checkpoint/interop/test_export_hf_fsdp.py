@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state
 
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
-from accel_trainer.checkpoint.interop.export import export_hf_fsdp
+from accel_trainer.checkpoint.interop.huggingface import export_hf_fsdp
 from accel_trainer.errors import (
     CheckpointNotFoundError,
     ConfigError,

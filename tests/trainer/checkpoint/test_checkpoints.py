@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import GPT2LMHeadModel, LlamaForCausalLM, TrainerCallback
 
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
-from accel_trainer.checkpoint.interop.export import export_hf_fsdp
+from accel_trainer.checkpoint.interop.huggingface import export_hf_fsdp
 from accel_trainer.data.plan import permutation
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from tests.ranks import run_ranks
