@@ -311,8 +311,6 @@ class Checkpointer:
         self._lock: DirectoryLock | None = None
         self._release_lock: weakref.finalize[..., object] | None = None
 
-    # --- saving ----------------------------------------------------------------------------------------------------
-
     def save(self, job: SaveJob) -> Path | None:
         """Save, after the background save that is in flight. Collective; a failure on one rank is raised on all.
 
@@ -403,8 +401,6 @@ class Checkpointer:
             # Only here, after the second vote: until then the older one may be the last good one.
             retire(job.directory, job.keep, job.protected(), step=publication.step, prefix=self.kind.prefix)
         logger.info("saved %s: %.1f MiB in %.2f s", path, publication.num_bytes / 2**20, seconds)
-
-    # --- resuming --------------------------------------------------------------------------------------------------
 
     def open_named(self, path: Path, verify: Verify = "full") -> StoredCheckpoint | None:
         """Open a checkpoint that the user has named; None for one of another library. Collective."""
@@ -512,8 +508,6 @@ class Checkpointer:
         fault_point("load.verify", stored.manifest.step)
         with self.metrics.resuming("verify"):
             return stored.find_flaw_together(files(stored.manifest))
-
-    # --- the end ---------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Wait until a background save is complete; see `BackgroundSaver.wait`. Collective."""

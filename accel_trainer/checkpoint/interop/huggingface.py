@@ -367,8 +367,7 @@ def _required(directory: Path, name: str) -> Path:
     return path
 
 
-def _load(path: Path, *, is_mapped: bool = False) -> Any:
-    return load_torch_file(path, is_mapped=is_mapped, has_arrays=True)
+_load = partial(load_torch_file, has_arrays=True)
 
 
 def _optimizer(directory: Path, index: int, own: Sequence[Sequence[str]]) -> Mapping[str, Any]:

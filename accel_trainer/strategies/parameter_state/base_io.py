@@ -219,8 +219,6 @@ class CheckpointIO(ABC):
         self.replicas = replicas
         """Of a model whose ranks may update it apart."""
 
-    # --- for engines ------------------------------------------------------------------------------------------------
-
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the unsharded shape."""
         return tuple(tensor.shape)
@@ -264,8 +262,6 @@ class CheckpointIO(ABC):
     def new_reads(self) -> Reads:
         """Return an empty plan of reads."""
         return Reads()
-
-    # --- the model --------------------------------------------------------------------------------------------------
 
     def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers as the engine holds them, tied ones under every name."""
@@ -332,8 +328,6 @@ class CheckpointIO(ABC):
 
         return load
 
-    # --- the optimizers ---------------------------------------------------------------------------------------------
-
     def require_optimizer(self) -> None:
         """Refuse to go on without an optimizer."""
         if not self.has_optimizer:
@@ -369,8 +363,6 @@ class CheckpointIO(ABC):
             if not all(isinstance(entry, Mapping) for entry in entries):
                 raise TypeError("an optimizer's state is no mapping of names to values")
         return groups
-
-    # --- checkpoints in shards --------------------------------------------------------------------------------------
 
     def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
         """Write this rank's shards of model (but for `weights=False`) and optimizers, under `prefix`."""

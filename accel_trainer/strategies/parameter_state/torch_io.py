@@ -112,8 +112,6 @@ class TorchCheckpointIO(CheckpointIO):
         super().__init__(module, has_optimizer=bool(optimizers), replicas=replicas)
         self.optimizers = tuple(optimizers)
 
-    # --- the model --------------------------------------------------------------------------------------------------
-
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the unsharded tensor, on every rank. Collective for a DTensor."""
         full = tensor.detach()
@@ -133,8 +131,6 @@ class TorchCheckpointIO(CheckpointIO):
         """Return the boxes of this rank; the state of an optimizer is sharded as its parameters are."""
         held = {name: (tuple(tensor.shape), [local_box(tensor)]) for name, tensor in self.model_tensors()}
         return held, held
-
-    # --- full states of optimizers ----------------------------------------------------------------------------------
 
     def _named_groups(self) -> list[tuple[dict[str, Any], dict[str, nn.Parameter], Optimizer]]:
         """Return the groups of all optimizers, each with its parameters of this module by name, and its optimizer."""
@@ -204,8 +200,6 @@ class TorchCheckpointIO(CheckpointIO):
                     loaded[key] = value
             optimizer.state[parameter] = loaded
 
-    # --- optimizers in shards ---------------------------------------------------------------------------------------
-
     def save(self, staged: StagedDirectory, prefix: str, *, weights: bool = True) -> None:
         """Write this rank's shards of model and optimizers."""
         _warn_of_unsaved_entries(self.optimizers)
@@ -234,8 +228,6 @@ class TorchCheckpointIO(CheckpointIO):
                 like = partial(_like_state, parameter, after, optimizer.state.get(parameter, {}))
                 entry = build(state["state"].get(name, {}), like)
                 reads.add_last(partial(_set_state, optimizer, parameter, entry))
-
-    # --- torch.distributed.checkpoint -------------------------------------------------------------------------------
 
     def _own_optimizers(self) -> tuple[Optimizer, ...]:
         """Return the optimizers, as torch's own functions want them: of this module alone."""

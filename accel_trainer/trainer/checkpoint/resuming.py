@@ -31,7 +31,6 @@ from accel_trainer.checkpoint.changed_run import UpdateBatch
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.reader import Selection
 from accel_trainer.checkpoint.store import numbered_checkpoints, retire
-from accel_trainer.checkpoint.weights.adapters import adapter_folders, has_adapters
 from accel_trainer.checkpoint.weights.files import users_class
 from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
 from accel_trainer.errors import (
@@ -133,11 +132,7 @@ class ResumingMethods(SavingMethods):
         with self.run_checkpoints.metrics.resuming("load"):
             if upstream_files.has_engine_state(resume_from_checkpoint):
                 upstream_files.load_engine_state(self, resume_from_checkpoint)
-            elif _holds_adapters(self, directory):
-                upstream_files.load_adapters(self, directory)
-            elif self.is_sharded:
-                upstream_files.load_model(self, own, directory)
-            elif not upstream_files.load_as_held(self, own, directory):
+            elif not upstream_files.load_weights(self, own, directory):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
         _check_weights(self, own, f"load of {directory}", "load")
 
@@ -309,17 +304,8 @@ class ResumingMethods(SavingMethods):
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         verify_best(self, best)
-        if _holds_adapters(self, best):
-            logger.info("loading the best adapters from %s", best)
-            upstream_files.load_adapters(self, best)
-        elif self.is_sharded:
-            logger.info("loading the best model from %s", best)
-            upstream_files.load_model(self, self.model, best)
-        elif not upstream_files.load_as_held(self, self.model, best):
+        if not upstream_files.load_weights(self, self.model, best):
             super()._load_best_model()
-
-
-# --- which checkpoint ---
 
 
 def select(trainer: Trainer, given: bool | str | os.PathLike[str]) -> None:
@@ -381,14 +367,6 @@ def find_own(run: RunCheckpoints, run_dir: Path) -> Path | bool | None:
         return None
 
     return gather_calls(process, f"selection of a checkpoint in {run_dir}", find)[0]
-
-
-# --- loading ---
-
-
-def _holds_adapters(trainer: Trainer, checkpoint: Path) -> bool:
-    """Whether the model has adapters, and a checkpoint holds some."""
-    return bool(adapter_folders(trainer.model)) and has_adapters(checkpoint)
 
 
 @contextmanager

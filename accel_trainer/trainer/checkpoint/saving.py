@@ -112,8 +112,6 @@ class SavingMethods(_Upstream):
         """Context in which the model is the mean of all replicas, where each rank has updated its own. Collective."""
         return nullcontext() if self.local_replicas is None else self.local_replicas.as_mean()
 
-    # --- a save ----
-
     @section("save")
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Contents and order are those of upstream's own. Where on_save_error="warn" goes on without: SaveSkippedError.
@@ -224,8 +222,6 @@ class SavingMethods(_Upstream):
         if not is_last:
             for name in metrics:
                 self.state.log_history[place].pop(name, None)
-
-    # --- ending at a signal ---
 
     def _signals_to_note(self) -> tuple[str, ...]:
         """Return the names of the signals that the run saves and ends at; none where it saves nothing."""

@@ -50,6 +50,7 @@ from accel_trainer.checkpoint.weights.adapters import (
     TRAINED_NAME,
     adapter_folders,
     gather_adapters,
+    has_adapters,
     is_prompt_encoder,
     read_adapters,
     saved_names,
@@ -88,9 +89,6 @@ _READ_BY_RANK_0 = re.compile(r"(model|pytorch_model|trained_weights)[^/]*|([^/]+
 _RANDOM_STREAMS = re.compile(r"(?:epoch_)?rng_state(?:_(\d+))?\.pth")
 _REPLICA = re.compile(r"^optimizer\.(?:model\.|optimizer\.)?replica_(\d+)\.")
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-
-
-# --- which files a resume reads, and what they have to be ---
 
 
 def files_to_read(manifest: Manifest, process: ProcessContext, *, is_sharded: bool) -> Iterator[str]:
@@ -180,9 +178,6 @@ TRAINER_CHECKPOINTS = CheckpointKind(
     prefix=PREFIX, reads_without_manifest=lambda path: True, check_without_manifest=_check_outline
 )
 """Upstream's own, without a manifest, among them."""
-
-
-# --- writing and reading them ---
 
 
 def _io(trainer: Trainer) -> CheckpointIO:
@@ -295,6 +290,17 @@ def save_trained_beside(trainer: Trainer, staged: StagedDirectory) -> None:
     gathered = {name: lazy[name]() for name in names}
     if names and staged.commits:
         staged.write_tensors(TRAINED_NAME, {name: tensor.cpu().contiguous() for name, tensor in gathered.items()})
+
+
+def load_weights(trainer: Trainer, model: nn.Module, directory: Path) -> bool:
+    """Load a checkpoint's weights into a model; False where upstream's own way does it. Collective."""
+    if adapter_folders(trainer.model) and has_adapters(directory):
+        load_adapters(trainer, directory)
+    elif trainer.is_sharded:
+        load_model(trainer, model, directory)
+    else:
+        return load_as_held(trainer, model, directory)
+    return True
 
 
 def load_adapters(trainer: Trainer, directory: Path) -> None:
