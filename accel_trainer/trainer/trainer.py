@@ -380,8 +380,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         if not self.is_world_process_zero():
             return
         if self.run_checkpoints.resumption is not None:
-            accelerator = self.accelerator
-            self.run_checkpoints.resumption.warn_of_changes(self.args, accelerator.process, accelerator.readers)
+            self.run_checkpoints.resumption.warn_of_changes(self)
         self.run_report.begin(model)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:

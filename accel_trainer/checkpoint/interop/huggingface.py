@@ -196,7 +196,11 @@ def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 
     incomplete.mkdir(parents=True)
     try:
         with explain_full_disk(incomplete):
-            _copy_the_rest(source, incomplete)
+            # The files of a Trainer's checkpoint beside weights and optimizer; of other checkpoints, none.
+            for path in source.iterdir() if (source / "trainer_state.json").is_file() else ():
+                is_kept = not any(fnmatch(path.name, name) for name in _REPLACED)
+                if is_kept and path.is_file() and not path.is_symlink():
+                    shutil.copyfile(path, incomplete / path.name)
             (_write_sharded if is_sharded else _write_full)(incomplete, unit, weights, optimizer)
             for path in (*incomplete.rglob("*"), incomplete):
                 fsync_path(path)
@@ -250,21 +254,11 @@ def _check_names(source: Path, weights: Mapping[str, Any], optimizer: Optimizer 
         )
 
 
-def _copy_the_rest(source: Path, target: Path) -> None:
-    """Copy the files of a Trainer's checkpoint beside weights and optimizer; of other checkpoints, none."""
-    if not (source / "trainer_state.json").is_file():
-        return
-    for path in source.iterdir():
-        if path.is_file() and not path.is_symlink() and not any(fnmatch(path.name, name) for name in _REPLACED):
-            shutil.copyfile(path, target / path.name)
-
-
 def _write_full(target: Path, unit: int, weights: Mapping[str, LazyTensor], optimizer: Optimizer | None) -> None:
-    ending = f"_{unit}" if unit else ""
-    torch.save(make_tensors(weights), target / f"pytorch_model_fsdp{ending}.bin")
+    torch.save(make_tensors(weights), target / f"pytorch_model_fsdp{_suffix(unit)}.bin")
     if optimizer is not None:
         full = map_leaves(lambda leaf: leaf() if isinstance(leaf, LazyTensor) else leaf, dict(optimizer))
-        torch.save(full, target / f"optimizer{ending}.bin")
+        torch.save(full, target / f"optimizer{_suffix(unit)}.bin")
 
 
 def _write_sharded(target: Path, unit: int, weights: Mapping[str, LazyTensor], optimizer: Optimizer | None) -> None:

@@ -229,15 +229,9 @@ class ResumingMethods(SavingMethods):
         return resumption is not None and resumption.epoch is not None
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        resumption, process = self.run_checkpoints.resumption, self.accelerator.process
+        resumption = self.run_checkpoints.resumption
         with self.run_checkpoints.metrics.resuming("load"):
-            if (
-                checkpoint is None
-                or resumption is None
-                or resumption.restores_random_streams(
-                    process, self.accelerator.readers, self.args.seed, self.state.global_step
-                )
-            ):
+            if checkpoint is None or resumption is None or resumption.restores_random_streams(self):
                 super()._load_rng_state(checkpoint)
 
     def resume_running_loss(self) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerControl, TrainerState, set_seed
@@ -28,6 +28,9 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import set_rng_state
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments, list_options
 from accel_trainer.trainer.checkpoint.upstream_files import PREFIX, pass_streams_name
+
+if TYPE_CHECKING:
+    from accel_trainer import Trainer
 
 logger = logging.get_logger(__name__)
 
@@ -98,7 +101,7 @@ class Resumption:
         record = {} if self.manifest is None else self.manifest.metadata.get(RECORD_KEY, {})
         return {name: value for name, value, *_ in record.get("options", ())}
 
-    def warn_of_changes(self, args: TrainingArguments, process: ProcessContext, readers: ProcessContext) -> None:
+    def warn_of_changes(self, trainer: Trainer) -> None:
         """Warn of options and versions that are others than those of the run that saved the checkpoint."""
         if self.manifest is None:
             return
@@ -107,8 +110,8 @@ class Resumption:
                 self.path,
                 self.manifest,
                 self.saved_options,
-                {option.name: option.value for option in list_options(args)},
-                without_effect=self.replaced_seeds(args, process, readers),
+                {option.name: option.value for option in list_options(trainer.args)},
+                without_effect=self._replaced_seeds(trainer),
             )
         if changes is not None:
             logger.warning("%s", changes)
@@ -239,23 +242,25 @@ class Resumption:
         control.should_evaluate, control.should_save = True, bool(pending["save"])
         return True
 
-    def replaced_seeds(self, args: TrainingArguments, process: ProcessContext, readers: ProcessContext) -> set[str]:
+    def _replaced_seeds(self, trainer: Trainer) -> set[str]:
         """Return the options of seeds in whose place the run, once it has a place, goes on with the checkpoint's."""
-        if self.epoch is None or args.ignore_data_skip:
+        if self.epoch is None or trainer.args.ignore_data_skip:
             return set()
-        has_streams = self._has_same_ranks(process, readers) and self.progress.get("has_training_state", True)
+        has_streams = self._has_same_ranks(trainer) and self.progress.get("has_training_state", True)
         return {"data.data_seed", "seed"} if has_streams else {"data.data_seed"}
 
-    def _has_same_ranks(self, process: ProcessContext, readers: ProcessContext) -> bool:
+    def _has_same_ranks(self, trainer: Trainer) -> bool:
         """Whether as many ranks wrote the checkpoint, and as many of them read different data."""
-        num_readers = self.progress.get("readers", process.world_size)
-        return self.num_writers in (None, process.world_size) and num_readers == readers.world_size
+        num_ranks = trainer.accelerator.num_processes
+        num_readers = self.progress.get("readers", num_ranks)
+        return self.num_writers in (None, num_ranks) and num_readers == trainer.accelerator.readers.world_size
 
-    def restores_random_streams(self, process: ProcessContext, readers: ProcessContext, seed: int, step: int) -> bool:
+    def restores_random_streams(self, trainer: Trainer) -> bool:
         """Whether each rank is to go on with its streams as they were saved; seeds new ones where ranks are others."""
+        process = trainer.accelerator.process
         name = f"rng_state_{process.rank}.pth" if process.is_distributed else "rng_state.pth"
-        if not self._has_same_ranks(process, readers):
-            set_seed(mix_seed(seed, step, readers.rank) % 2**32)
+        if not self._has_same_ranks(trainer):
+            set_seed(mix_seed(trainer.args.seed, trainer.state.global_step, trainer.accelerator.readers.rank) % 2**32)
             return False
         if (self.path / name).is_file():
             return True

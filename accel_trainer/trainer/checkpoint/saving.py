@@ -294,7 +294,11 @@ def _write(trainer: Trainer, target: Path, staged: StagedDirectory) -> None:
             trainer.save_model(directory, _internal_call=True)
         with raise_together(process, f"save of {target}"):
             upstream_files.save_trained_beside(trainer, staged)
-    _name_best(trainer, target)
+    state = trainer.state
+    if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST) and state.best_global_step:
+        best = target.with_name(f"{PREFIX}{state.best_global_step}")
+        if best == target or best.is_dir():  # this one is about to be
+            state.best_model_checkpoint = str(best)
     if not args.save_only_model:
         trainer._save_optimizer_and_scheduler(directory)
         trainer._save_scaler(directory)
@@ -316,16 +320,6 @@ def _write(trainer: Trainer, target: Path, staged: StagedDirectory) -> None:
         # Files of weights hold tied parameters under the first of their names.
         "tied": {name: first for first, *tied in names for name in tied},
     }
-
-
-def _name_best(trainer: Trainer, target: Path) -> None:
-    """Name the best checkpoint in the state, if it is there: this one is about to be."""
-    state = trainer.state
-    strategies = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
-    if trainer.args.save_strategy in strategies and state.best_global_step:
-        best = target.with_name(f"{PREFIX}{state.best_global_step}")
-        if best == target or best.is_dir():
-            state.best_model_checkpoint = str(best)
 
 
 def _save_state(trainer: Trainer, path: str) -> None:

@@ -94,19 +94,14 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 def files_to_read(manifest: Manifest, process: ProcessContext, *, is_sharded: bool) -> Iterator[str]:
     """Yield the files of a checkpoint that this rank reads."""
     for name in manifest.files:
-        streams = _RANDOM_STREAMS.fullmatch(name)
+        streams, replica = _RANDOM_STREAMS.fullmatch(name), _REPLICA.search(name)
         if streams is not None:
             if int(streams[1] or 0) == process.rank:
                 yield name
-        elif manifest.world_size == process.world_size and _is_replica_of_other(name, process.rank):
+        elif replica is not None and manifest.world_size == process.world_size and int(replica[1]) != process.rank:
             continue
         elif process.is_main or not is_sharded or not _READ_BY_RANK_0.fullmatch(name):
             yield name
-
-
-def _is_replica_of_other(name: str, rank: int) -> bool:
-    replica = _REPLICA.search(name)
-    return replica is not None and int(replica[1]) != rank
 
 
 def pass_streams_name(rank: int) -> str:
@@ -319,8 +314,10 @@ def save_optimizer(trainer: Trainer, output_dir: str) -> None:
     """Write the optimizer's and the scheduler's state next to the model. Collective where the model is sharded."""
     directory, writes = Path(output_dir), trainer.args.should_save
     staged, replicas, io = _staged(trainer, directory), trainer.local_replicas, _io(trainer)
-    is_apart = replicas is not None and replicas.is_apart
-    if staged is not None and (is_apart or _saves_in_shards(trainer)):
+    is_apart, accelerator = replicas is not None and replicas.is_apart, trainer.accelerator
+    # An engine's state in full would be gathered parameter by parameter, with two collectives for each.
+    in_shards = accelerator.strategy.capabilities.builds_engine or accelerator.state.saves_shards
+    if staged is not None and (is_apart or trainer.is_sharded and in_shards):
         # With the weights only where each rank has its own: model.safetensors is the mean of those.
         io.save(staged, SHARDS_PREFIX, weights=is_apart)
         if replicas is not None and replicas.outer is not None and writes:
@@ -337,13 +334,6 @@ def save_optimizer(trainer: Trainer, output_dir: str) -> None:
         with warnings.catch_warnings(record=True) as caught, _create(trainer, directory, SCHEDULER_NAME) as file:
             torch.save(trainer.lr_scheduler.state_dict(), file)
         reissue_pt_warnings(caught)
-
-
-def _saves_in_shards(trainer: Trainer) -> bool:
-    """Whether each rank writes its shards of the optimizer's state."""
-    accelerator = trainer.accelerator
-    # An engine's state in full would be gathered parameter by parameter, with two collectives for each.
-    return trainer.is_sharded and (accelerator.strategy.capabilities.builds_engine or accelerator.state.saves_shards)
 
 
 def _as_held(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
