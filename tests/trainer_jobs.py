@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+from transformers import TrainerCallback
 
 from tests.ranks import preload, run_ranks
 
@@ -54,6 +55,29 @@ tpu_use_cluster: false
 tpu_use_sudo: false
 use_cpu: false
 """
+
+
+class SaveAt(TrainerCallback):
+    """Saves after some updates."""
+
+    def __init__(self, *steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = state.global_step in self.steps
+
+
+class SaveWithin(TrainerCallback):
+    """Saves while the update after `step` is under way, as transformers' callback for SIGTERM does."""
+
+    def __init__(self, event: str, step: int) -> None:
+        self.trainer: Any = None
+        self.step = step
+        setattr(self, event, self.save)
+
+    def save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
 
 class TokenDataset(Dataset):

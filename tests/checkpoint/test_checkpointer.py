@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from accel_trainer.checkpoint.checkpointer import Checkpointer, SaveJob, SavePolicy
 from accel_trainer.checkpoint.manifest import Manifest
@@ -15,9 +14,8 @@ from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind
 from accel_trainer.checkpoint.store import LOCK_NAME
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
-from accel_trainer.runtime.process import ProcessContext
+from tests.publishing import ALONE
 
-ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
 KIND = CheckpointKind(prefix="step-", reads_without_manifest=lambda path: (path / "theirs.txt").is_file())
 MISSING = CheckpointNotFoundError("none yet")
 

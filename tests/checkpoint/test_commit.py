@@ -23,19 +23,10 @@ from accel_trainer.checkpoint.manifest import MARKER_NAME, Manifest
 from accel_trainer.checkpoint.reader import CheckpointKind, open_checkpoint
 from accel_trainer.checkpoint.store import STALE_SECONDS, DirectoryLock
 from accel_trainer.errors import CheckpointLockedError, ConfigError, ProcessGroupError
-from accel_trainer.runtime.process import ProcessContext
 from tests.checkpoint.crash_job import SavedRun, acknowledged, save_repeatedly
 from tests.fault_injection import fault_env
-from tests.publishing import publish_directory
+from tests.publishing import ALONE, publish, publish_directory
 from tests.ranks import run_ranks
-
-ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
-
-
-def publish(target: Path, word: str) -> None:
-    with publish_directory(target, ALONE) as staged:
-        staged.write_json("x.json", word)
-
 
 # --- R1 --------------------------------------------------------------------------------------------------------------
 
@@ -378,15 +369,20 @@ def no_locks(descriptor: int, operation: int) -> None:
     raise OSError(errno.ENOTSUP, "no locks here")
 
 
-def test_without_system_locks_an_id_that_another_process_has_by_now_does_not_lock_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pid", [2**22 + 1, os.getppid()], ids=["dead", "of another process by now"])
+def test_without_system_locks_a_dead_run_of_this_machine_does_not_lock_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int
 ):
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    monkeypatch.setattr(store, "HEARTBEAT_SECONDS", 0.3)
-    monkeypatch.setattr(store, "STALE_SECONDS", 1.0)
+    if pid == os.getppid():
+        monkeypatch.setattr(store, "HEARTBEAT_SECONDS", 0.3)
+        monkeypatch.setattr(store, "STALE_SECONDS", 1.0)
     path = tmp_path / "_lock"
-    path.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getppid(), "since": "today"}))
+    path.write_text(json.dumps({"host": socket.gethostname(), "pid": pid, "since": "today"}))
+    begin = time.monotonic()
     DirectoryLock.take(path).release()
+    assert time.monotonic() - begin < 30  # at once, or after a second
+    assert not path.exists()
 
 
 def test_r19_a_lock_is_given_back_as_often_as_it_was_taken(tmp_path: Path):

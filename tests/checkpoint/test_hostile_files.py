@@ -33,13 +33,11 @@ from accel_trainer.checkpoint.torch_files import load_torch_file
 from accel_trainer.checkpoint.weights.files import WeightFiles, save_weights
 from accel_trainer.errors import ConfigError, CorruptCheckpointError
 from accel_trainer.launch.checkpoints import run_ckpt
-from accel_trainer.runtime.process import ProcessContext
 from tests.checkpoint.crash_job import SavedRun
 from tests.checkpoint.mutations import KINDS, replaced, trial
 from tests.checkpoint.small_run import SmallRun
-from tests.publishing import publish_directory
+from tests.publishing import ALONE, publish_directory
 
-ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
 FIXTURES = Path(__file__).parent / "fixtures"
 PRECIOUS = "alias ll='ls -l'\n"
 

@@ -23,19 +23,10 @@ from accel_trainer.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-from accel_trainer.runtime.process import ProcessContext
 from tests.checkpoint.crash_job import SavedRun, save_repeatedly
 from tests.fault_injection import fault_env
-from tests.publishing import publish_directory
+from tests.publishing import ALONE, flip, publish, publish_directory
 from tests.ranks import run_ranks
-
-ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) * 3 // 4] ^= 1
-    path.write_bytes(content)
 
 
 def cut(path: Path) -> None:
@@ -217,14 +208,9 @@ def test_r3_all_ranks_take_rank_0s_decision_or_all_raise(tmp_path: Path):
 # --- R4 --------------------------------------------------------------------------------------------------------------
 
 
-def publish(directory: Path, name: str) -> None:
-    with publish_directory(directory / name, ALONE) as staged:
-        staged.write_json("x.json", name)
-
-
 def test_r4_numbers_decide_what_goes_and_only_complete_checkpoints_go(tmp_path: Path):
     for name in ("checkpoint_10000", "checkpoint_9900", "checkpoint_9800", "checkpoint_10100", "checkpoint_20000"):
-        publish(tmp_path, name)
+        publish(tmp_path / name, name)
     (tmp_path / "checkpoint_20000" / MARKER_NAME).unlink()
     (tmp_path / "checkpoint_1").mkdir()
     (tmp_path / "checkpoint_1" / "mine.txt").write_text("not a checkpoint")
@@ -239,8 +225,8 @@ def test_r4_numbers_decide_what_goes_and_only_complete_checkpoints_go(tmp_path: 
 def test_r4_what_cannot_be_removed_is_warned_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    publish(tmp_path, "checkpoint_1")
-    publish(tmp_path, "checkpoint_2")
+    publish(tmp_path / "checkpoint_1", "x")
+    publish(tmp_path / "checkpoint_2", "x")
 
     def refuse(*args: object) -> None:
         raise PermissionError("read-only")
@@ -271,8 +257,8 @@ def test_the_stores_own_names_are_refused(name: str):
 
 def forge(directory: Path, change: Callable[[dict], None]) -> Path:
     """A checkpoint whose manifest was written by somebody else, marker included."""
-    publish(directory, "forged")
     path = directory / "forged"
+    publish(path, "x")
     data = json.loads((path / MANIFEST_NAME).read_text())
     change(data)
     text = json.dumps(data).encode()
@@ -281,15 +267,34 @@ def forge(directory: Path, change: Callable[[dict], None]) -> Path:
     return path
 
 
-def test_r15_a_manifest_that_names_a_file_outside_is_refused(tmp_path: Path):
+OUTSIDE = {"../secret": {"bytes": 2, "checksum": "0"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda data: data["files"].update(OUTSIDE),
+            CorruptCheckpointError,
+            r"'\.\./secret' is not a file name inside a checkpoint",
+        ),
+        (
+            lambda data: data.update(checksum="crc9"),
+            IncompatibleCheckpointError,
+            "of the kind 'crc9' and this version knows 'xxh3-128'",
+        ),
+    ],
+    ids=["r15 a file outside", "r20 an unknown checksum"],
+)
+def test_a_forged_manifest_is_refused(tmp_path: Path, change: Callable[[dict], None], error: type, message: str):
     (tmp_path / "secret").write_text("{}")
-    path = forge(tmp_path, lambda data: data["files"].update({"../secret": {"bytes": 2, "checksum": "0"}}))
-    with pytest.raises(CorruptCheckpointError, match=r"'\.\./secret' is not a file name inside a checkpoint"):
+    path = forge(tmp_path, change)
+    with pytest.raises(error, match=message):
         open_checkpoint(path, ALONE)
 
 
 def test_r15_a_link_out_of_the_checkpoint_is_refused(tmp_path: Path):
-    publish(tmp_path, "s")
+    publish(tmp_path / "s", "x")
     (tmp_path / "s" / "x.json").rename(tmp_path / "elsewhere.json")
     (tmp_path / "s" / "x.json").symlink_to(tmp_path / "elsewhere.json")
     with pytest.raises(CorruptCheckpointError, match=r"x\.json is a link to .*elsewhere\.json, out of its checkpoint"):
@@ -321,7 +326,7 @@ def test_r15_modes_follow_the_umask_and_what_everybody_may_write_to_is_warned_of
 
 
 def test_r15_duplicate_keys_and_absurd_tensors_are_refused(tmp_path: Path):
-    publish(tmp_path, "s")
+    publish(tmp_path / "s", "x")
     text = (tmp_path / "s" / MANIFEST_NAME).read_bytes().replace(b'"step": null', b'"step": null, "step": 3')
     (tmp_path / "s" / MANIFEST_NAME).write_bytes(text)
     (tmp_path / "s" / MARKER_NAME).write_bytes(Manifest.digest(text))
@@ -338,12 +343,6 @@ def test_r20_a_newer_format_is_refused_whatever_else_it_says(tmp_path: Path):
     path = forge(tmp_path, lambda data: data.update(format_version=99, files="elsewhere"))
     (path / MARKER_NAME).write_bytes(b"written in another way")
     with pytest.raises(IncompatibleCheckpointError, match="has format version 99 and this version reads 3;"):
-        open_checkpoint(path, ALONE)
-
-
-def test_r20_a_checksum_that_is_not_known_is_refused(tmp_path: Path):
-    path = forge(tmp_path, lambda data: data.update(checksum="crc9"))
-    with pytest.raises(IncompatibleCheckpointError, match="of the kind 'crc9' and this version knows 'xxh3-128'"):
         open_checkpoint(path, ALONE)
 
 

@@ -11,23 +11,11 @@ import torch
 from accel_trainer.checkpoint.publication import Publication
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import ProcessGroupError
-from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
-from tests.publishing import publish_directory
+from accel_trainer.runtime.process import init_process, read_environment
+from tests.publishing import ALONE, publish_directory
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
-
-ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
-
-
-def test_nothing_is_seen_under_the_name_before_the_block_ends(tmp_path: Path):
-    target = tmp_path / "a" / "state"
-    with publish_directory(target, ALONE) as staged:
-        (staged / "file").write_text("x")
-        assert not target.exists()
-        assert staged.path.parent == target.parent
-    assert (target / "file").read_text() == "x"
-    assert list(target.parent.iterdir()) == [target]
 
 
 def publish_and_fail(target: Path) -> None:
@@ -36,23 +24,18 @@ def publish_and_fail(target: Path) -> None:
         raise OSError("disk")
 
 
-def test_a_failure_leaves_the_older_directory_as_it_was(tmp_path: Path):
-    target = tmp_path / "state"
-    with publish_directory(target, ALONE) as staged:
-        (staged / "file").write_text("old")
-    with pytest.raises(OSError, match="disk"):
-        publish_and_fail(target)
-    assert (target / "file").read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_second_save_replaces_the_first(tmp_path: Path):
-    target = tmp_path / "state"
+def test_a_directory_has_its_name_once_the_block_has_ended_well(tmp_path: Path):
+    target = tmp_path / "a" / "state"
     for name in ("first", "second"):
         with publish_directory(target, ALONE) as staged:
-            (staged / name).write_text("x")
+            (staged / name).write_text(name)
+            assert not (target / name).exists()
+            assert staged.path.parent == target.parent
+    with pytest.raises(OSError, match="disk"):
+        publish_and_fail(target)
     assert sorted(path.name for path in target.iterdir()) == ["COMMITTED", "manifest.json", "second"]
-    assert list(tmp_path.iterdir()) == [target]
+    assert (target / "second").read_text() == "second"
+    assert list(target.parent.iterdir()) == [target]
 
 
 def publish_with_a_failing_rank(target: Path) -> tuple[str, list[int]]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import errno
-import fcntl
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from accel_trainer import Accelerator, ProjectConfiguration
@@ -28,15 +25,8 @@ from accel_trainer.checkpoint.reader import CheckpointKind
 from accel_trainer.checkpoint.store import LOCK_NAME, DirectoryLock, recover_target, sweep
 from accel_trainer.errors import CheckpointLockedError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
-from tests.publishing import publish_directory
+from tests.publishing import ALONE, publish
 from tests.ranks import run_ranks
-
-ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
-
-
-def publish(target: Path, word: str) -> None:
-    with publish_directory(target, ALONE) as staged:
-        staged.write_json("x.json", word)
 
 
 def read_named(path: Path, process: ProcessContext) -> str:
@@ -63,14 +53,10 @@ def load_while_rank_0_brings_it_back(path: Path, fails: bool) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def test_all_ranks_wait_for_a_checkpoint_that_was_moved_aside(tmp_path: Path):
+def test_all_ranks_wait_for_a_checkpoint_that_was_moved_aside_or_cannot_be_brought_back(tmp_path: Path):
     publish(tmp_path / "s", "old")
     os.rename(tmp_path / "s", tmp_path / "_old-s-01234567")
     assert run_ranks(load_while_rank_0_brings_it_back, 2, tmp_path / "s", False) == ["old", "old"]
-
-
-def test_a_rank_that_cannot_bring_it_back_tells_the_others(tmp_path: Path):
-    publish(tmp_path / "s", "old")
     told = run_ranks(load_while_rank_0_brings_it_back, 2, tmp_path / "s", True)
     assert told[0].startswith("PermissionError")
     assert told[1].startswith("RemoteRankError: rank 0 failed in load of")
@@ -106,7 +92,7 @@ SAVING = """
 import sys
 from pathlib import Path
 import torch
-from tests.publishing import publish_directory
+from tests.publishing import ALONE, publish
 from accel_trainer.runtime.process import ProcessContext
 with publish_directory(Path(sys.argv[1]), ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)) as staged:
     staged.write_json("x.json", 1)
@@ -116,16 +102,17 @@ with publish_directory(Path(sys.argv[1]), ProcessContext(0, 0, 1, 1, torch.devic
 """
 
 
+def start(script: str, *words: str) -> subprocess.Popen[str]:
+    """Start a process, and return it once it has said that it is where it is to be."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = subprocess.Popen([sys.executable, "-c", script, *words], **pipes)
+    assert started.stdout.readline() == "under way\n"
+    return started
+
+
 def test_a_sweep_of_a_directory_leaves_a_save_to_a_name_of_its_own_alone(tmp_path: Path):
     (tmp_path / "_tmp-dead-01234567").mkdir()
-    saver = subprocess.Popen(
-        [sys.executable, "-c", SAVING, str(tmp_path / "checkpoint_5")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert saver.stdout is not None
-    assert saver.stdout.readline() == "under way\n"
+    saver = start(SAVING, str(tmp_path / "checkpoint_5"))
     held = DirectoryLock.take(tmp_path / LOCK_NAME)
     sweep(tmp_path)
     held.release()
@@ -178,28 +165,13 @@ def test_a_second_accelerator_leaves_the_background_save_of_the_first_alone(
     assert caplog.text == ""
 
 
-def test_without_system_locks_a_dead_process_of_this_machine_is_taken_over_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def unsupported(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOTSUP, "no locks here")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    path = tmp_path / LOCK_NAME
-    path.write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "since": "today"}))
-    begin = time.monotonic()
-    DirectoryLock.take(path).release()
-    assert time.monotonic() - begin < store.HEARTBEAT_SECONDS
-    assert not path.exists()
-
-
 HOLDING = """
 import fcntl, json, os, socket, sys
 descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
 fcntl.flock(descriptor, fcntl.LOCK_EX)
 owner = {"host": socket.gethostname(), "pid": 2**22 + 1, "since": "today", **json.loads(sys.argv[2])}
 os.write(descriptor, json.dumps(owner).encode())
-print("locked", flush=True)
+print("under way", flush=True)
 sys.stdin.readline()
 """
 
@@ -208,14 +180,7 @@ def test_a_process_of_another_container_on_this_machine_is_no_dead_one(tmp_path:
     """Containers on the host's network have its name, and numbers of processes that mean nothing outside."""
     path = tmp_path / LOCK_NAME
     for where, is_refused in (({"space": "pid:[1]"}, True), ({"space": store._space()}, False)):
-        holder = subprocess.Popen(
-            [sys.executable, "-c", HOLDING, str(path), json.dumps(where)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "locked\n"
+        holder = start(HOLDING, str(path), json.dumps(where))
         if is_refused:
             with pytest.raises(CheckpointLockedError, match=f"process {2**22 + 1} on"):
                 DirectoryLock.take(path)

@@ -18,18 +18,10 @@ from accel_trainer.checkpoint import checkpointer, disk
 from accel_trainer.checkpoint.publication import Publication
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import ConfigError, DiskFullError
-from accel_trainer.runtime.process import ProcessContext
 from tests.checkpoint.crash_job import SavedRun, assert_survived
 from tests.fault_injection import fault_env
-from tests.publishing import publish_directory
+from tests.publishing import ALONE, publish, publish_directory
 from tests.ranks import run_ranks
-
-ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
-
-
-def publish(target: Path, word: str) -> None:
-    with publish_directory(target, ALONE) as staged:
-        staged.write_json("x.json", word)
 
 
 def test_r13_what_will_not_fit_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,10 +13,7 @@ import torch
 
 from accel_trainer.checkpoint.store import DirectoryLock
 from accel_trainer.launch.cli import main
-from accel_trainer.runtime.process import ProcessContext
-from tests.publishing import publish_directory
-
-ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+from tests.publishing import ALONE, publish_directory
 
 
 @pytest.fixture

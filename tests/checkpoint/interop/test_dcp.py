@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import resource
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, IncompatibleCheckpointError
+from tests.checkpoint.interop.test_accelerate_state import Evil
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -49,16 +49,6 @@ def test_tensors_objects_and_nested_states_come_back(directory: Path):
     assert torch.equal(state["state"]["bias"]["exp_avg"], optimizer.state[model.bias]["exp_avg"])
     assert [group["lr"] for group in state["param_groups"]] == [0.5, 0.001]
     assert [group["params"] for group in state["param_groups"]] == [["weight"], ["bias"]]
-
-
-class Evil:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self.marker}",)
 
 
 def rewrite(directory: Path, change: Any) -> None:

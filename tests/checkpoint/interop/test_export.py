@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from accel_trainer.checkpoint.interop.huggingface import export_weights
 from accel_trainer.checkpoint.weights.files import WeightFiles, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from accel_trainer.launch.cli import main
+from tests.publishing import flip
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -84,13 +86,8 @@ def test_what_cannot_be_exported_is_said(
 
 
 def test_a_changed_checkpoint_is_not_exported(saved: Path, tmp_path: Path):
-    import shutil
-
     shutil.copytree(saved / "state", tmp_path / "state")
-    path = tmp_path / "state" / "unit_0.model.00000.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip(tmp_path / "state" / "unit_0.model.00000.safetensors")
     with pytest.raises(CorruptCheckpointError, match=r"unit_0\.model\.00000"):
         export_weights(tmp_path / "state", tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.safetensors"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from accel_trainer.errors import (
     IncompatibleCheckpointError,
 )
 from accel_trainer.launch.cli import main
+from tests.publishing import flip
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -159,13 +161,8 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(folder: Path, sta
         export_hf_fsdp(folder / "state", folder / "full", is_sharded=True)
     with pytest.raises(CheckpointNotFoundError, match="no weights in"):
         export_hf_fsdp(tmp_path, tmp_path / "out", is_sharded=True)
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    for path in (folder / "state").iterdir():
-        content = bytearray(path.read_bytes())
-        if path.name.startswith("unit_0.optimizer.00000"):
-            content[-1] ^= 1
-        (damaged / path.name).write_bytes(content)
+    damaged = shutil.copytree(folder / "state", tmp_path / "damaged")
+    flip(damaged / "unit_0.optimizer.00000.safetensors")
     with pytest.raises(CorruptCheckpointError, match=r"unit_0\.optimizer\.00000"):
         export_hf_fsdp(damaged, tmp_path / "out", is_sharded=True)
     model = nn.Linear(2, 2)

@@ -77,17 +77,8 @@ def test_d24_a_stale_single_file_never_wins_over_newer_shards(tmp_path: Path):
     save_weights(build(1).state_dict(), tmp_path)
     stale = (tmp_path / "model.safetensors").read_bytes()
     save_weights(build(2).state_dict(), tmp_path, "150B")
-    assert not (tmp_path / "model.safetensors").exists()
-    # Even when another program left one there:
+    # Of another program:
     (tmp_path / "model.safetensors").write_bytes(stale)
-    model = build(3)
-    load_checkpoint_in_model(model, tmp_path)
-    assert equal(model, build(2))
-
-
-def test_torchs_own_files_replace_older_safetensors(tmp_path: Path):
-    save_weights(build(1).state_dict(), tmp_path)
-    save_weights(build(2).state_dict(), tmp_path, safe_serialization=False)
     model = build(3)
     load_checkpoint_in_model(model, tmp_path)
     assert equal(model, build(2))
@@ -177,7 +168,7 @@ def test_a_device_map_that_says_nothing_usable_is_an_error(tmp_path: Path, devic
 
 def test_a_directory_without_weights_says_what_was_expected(tmp_path: Path):
     with pytest.raises(
-        CheckpointNotFoundError, match=r"expected one of model\.safetensors\.index\.json, model\.safetensors"
+        CheckpointNotFoundError, match=r"no weights in .*: expected one of model\.safetensors\.index\.json, model\.saf"
     ):
         load_checkpoint_in_model(build(), tmp_path)
     (tmp_path / "manifest.json").write_text("{}")

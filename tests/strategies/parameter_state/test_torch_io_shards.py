@@ -13,15 +13,13 @@ from torch import Tensor, nn
 
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.parameter_state.base_io import Reads
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
-from tests.publishing import publish_directory
+from tests.publishing import ALONE, publish_directory
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
 
-ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2, "hsdp": 4}
 
 

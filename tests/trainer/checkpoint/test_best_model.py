@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from accel_trainer.errors import CorruptCheckpointError
+from tests.publishing import flip
 from tests.trainer_jobs import build_trainer
 
 
@@ -22,10 +23,7 @@ class DamageBest(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == state.max_steps:
-            path = Path(state.best_model_checkpoint, self.name)
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
+            flip(Path(state.best_model_checkpoint, self.name))
 
 
 def train_to_best(directory: Path, damaged: str | None = None, **changes: Any) -> Any:

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.trainer import TrainingArguments
 from tests.ranks import run_ranks
-from tests.trainer.checkpoint.test_resuming import RUN, SaveAt, recorded
-from tests.trainer_jobs import build_trainer
+from tests.trainer.checkpoint.test_resuming import RUN, recorded
+from tests.trainer_jobs import SaveAt, build_trainer
 
 EIGHT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 """Updates of eight samples on one process."""

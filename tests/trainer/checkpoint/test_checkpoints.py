@@ -20,7 +20,7 @@ from accel_trainer.checkpoint.interop.huggingface import export_hf_fsdp
 from accel_trainer.data.plan import permutation
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from tests.ranks import run_ranks
-from tests.trainer_jobs import TokenDataset, build_trainer, summary, train
+from tests.trainer_jobs import SaveAt, TokenDataset, build_trainer, summary, train
 
 pytestmark = [
     pytest.mark.beside_accelerate,
@@ -42,13 +42,6 @@ BEST: dict[str, Any] = {
     "eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 3,
     "samples": 16, "learning_rate": 0.05,
 }  # fmt: skip
-
-
-class SaveAt(TrainerCallback):
-    """Saves inside of an epoch and at its end."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_save = state.global_step in (3, 7)
 
 
 class LoseBest(TrainerCallback):
@@ -73,7 +66,7 @@ def write(folder: Path, strategies: list[str]) -> dict[str, Any]:
         own, size = folder / strategy, 4 if strategy == "single" else 2
         for name, options in (("exact", RUN), ("plain", PLAIN)):
             trainer = build_trainer(
-                own / name, strategy=strategy, per_device_train_batch_size=size, options={"callbacks": [SaveAt]},
+                own / name, strategy=strategy, per_device_train_batch_size=size, options={"callbacks": [SaveAt(3, 7)]},
                 **options,
             )  # fmt: skip
             trainer.train()
@@ -308,37 +301,6 @@ def test_the_stock_trainer_is_given_what_it_resumes_from(folder, on_two, tmp_pat
 
     with pytest.raises(IncompatibleCheckpointError, match="numbers its parameters, as on one process and with DDP"):
         export_hf_fsdp(folder / "ddp" / "exact" / "checkpoint-3", tmp_path / "ddp", is_sharded=True)
-
-
-def test_an_interrupted_run_resumes_from_the_last_checkpoint(tmp_path):
-    whole = train(tmp_path / "whole", strategy="single", samples=13, gradient_accumulation_steps=3, num_train_epochs=3)
-    trainer = build_trainer(
-        tmp_path, samples=13, gradient_accumulation_steps=3, num_train_epochs=3, save_strategy="steps", save_steps=1
-    )
-
-    class Stop(Exception):
-        pass
-
-    trainer.callback_handler.on_step_begin = interrupt_after(trainer, 4, Stop)
-    with pytest.raises(Stop):
-        trainer.train()
-    resumed = build_trainer(
-        tmp_path, samples=13, gradient_accumulation_steps=3, num_train_epochs=3, save_strategy="steps", save_steps=1
-    )
-    resumed.train(resume_from_checkpoint=True)
-
-    assert summary(resumed)["losses"] == whole["losses"]
-
-
-def interrupt_after(trainer: Any, step: int, error: type[Exception]) -> Any:
-    begin = trainer.callback_handler.on_step_begin
-
-    def on_step_begin(*args: Any, **kwargs: Any) -> Any:
-        if trainer.state.global_step == step:
-            raise error
-        return begin(*args, **kwargs)
-
-    return on_step_begin
 
 
 def test_ignore_data_skip_begins_the_epoch_again(tmp_path):

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
-from transformers import TrainerCallback
 
 from tests.ranks import preload
-from tests.trainer_jobs import arguments, build_trainer, on_ranks, strategy_arguments, summary
+from tests.trainer_jobs import SaveAt, SaveWithin, arguments, build_trainer, on_ranks, strategy_arguments, summary
 
 preload("transformers.data.data_collator", "tokenizers")
 
@@ -67,16 +66,6 @@ def masking() -> Any:
     return DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
 
 
-class SaveAfter(TrainerCallback):
-    """Saves after some updates."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_save = state.global_step in self.steps
-
-
 def train(
     output_dir: str, *, strategy: str = "single", resume: str | None = None, steps: tuple[int, ...] = (),
     dataset: Any = None, own_loader: Any = None, **changes: Any,
@@ -100,7 +89,7 @@ def train(
     options = {"num_train_epochs": 2, "per_device_train_batch_size": 2, **strategy_arguments(strategy), **changes}
     trainer = Trainer(
         model, arguments(output_dir, **options), data_collator=masking(), train_dataset=dataset or Cropped(14),
-        eval_dataset=Cropped(5, seed=1), callbacks=[SaveAfter(*steps)],
+        eval_dataset=Cropped(5, seed=1), callbacks=[SaveAt(*steps)],
     )  # fmt: skip
     if own_loader is not None:
         trainer.get_train_dataloader = lambda: own_loader(trainer.train_dataset, trainer.data_collator)
@@ -306,20 +295,10 @@ def test_predictions_that_a_script_asks_for_go_on_with_its_streams(tmp_path: Pat
     assert first != second
 
 
-class SaveWithin(TrainerCallback):
-    """Saves while the third update is under way, as transformers' callback for SIGTERM does."""
-
-    trainer: Any = None
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
-
-
 @pytest.mark.parametrize("remembers", [True, False])
 def test_a_save_within_an_update_has_the_streams_from_before_that_update(tmp_path, caplog, remembers) -> None:
     options = {"dropout": 0.2, "gradient_accumulation_steps": 2, "enable_jit_checkpoint": remembers}
-    callback = SaveWithin()
+    callback = SaveWithin("on_pre_optimizer_step", 2)
     callback.trainer = build_trainer(tmp_path, options={"callbacks": [callback]}, **options)
     callback.trainer.train()
     again = build_trainer(tmp_path / "again", **options)

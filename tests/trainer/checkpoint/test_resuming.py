@@ -29,8 +29,9 @@ from accel_trainer.errors import (
 from accel_trainer.launch.cli import main
 from tests.checkpoint.test_hostile_files import forge
 from tests.fault_injection import fault_env
+from tests.publishing import flip
 from tests.ranks import RankFailure, map_jobs, run_ranks
-from tests.trainer_jobs import TokenDataset, build_model, build_trainer, on_ranks, summary, train
+from tests.trainer_jobs import SaveAt, SaveWithin, TokenDataset, build_model, build_trainer, on_ranks, summary, train
 
 # 13 micro-batches of 4 samples, updates of 8: 7 in an epoch, the last of 4 samples.
 SAMPLES, UPDATES = 52, 7
@@ -38,14 +39,8 @@ RUN: dict[str, Any] = {"samples": SAMPLES, "num_train_epochs": 2, "model": "gpt2
 ROWS = {tuple(row["input_ids"].tolist()): index for index, row in enumerate(TokenDataset(SAMPLES).rows)}
 
 
-class SaveAt(TrainerCallback):
-    """Saves after some updates, and puts a file of its own into what was saved."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_save = state.global_step in self.steps
+class SaveWithNote(SaveAt):
+    """Puts a file of its own into what was saved."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -54,7 +49,7 @@ class SaveAt(TrainerCallback):
 
 def recorded(output_dir: str, resume: Any = None, steps: tuple[int, ...] = (3, 7), **build: Any) -> dict[str, Any]:
     """Train, and return the samples of every update, of all ranks, by its number."""
-    trainer = build_trainer(output_dir, options={"callbacks": [SaveAt(*steps)]}, **{**RUN, **build})
+    trainer = build_trainer(output_dir, options={"callbacks": [SaveWithNote(*steps)]}, **{**RUN, **build})
     ids: dict[int, list[int]] = {}
     training_step = trainer.training_step
 
@@ -162,21 +157,9 @@ def test_rows_grouped_by_length_go_on_in_their_order_with_other_factors_of_an_up
     assert sorted(smaller[4] + smaller[5]) == rest[4]
 
 
-class SaveWithin(TrainerCallback):
-    """Saves while an update is under way, as transformers' callback for SIGTERM does."""
-
-    def __init__(self, event: str) -> None:
-        self.trainer: Any = None
-        setattr(self, event, self.save)
-
-    def save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3:
-            self.trainer._save_checkpoint(self.trainer.model, trial=None)
-
-
 @pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step"])
 def test_a_save_within_an_update_goes_on_with_the_samples_of_that_update(tmp_path: Path, event: str) -> None:
-    callback = SaveWithin(event)
+    callback = SaveWithin(event, 3)
     options = {**RUN, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     callback.trainer = build_trainer(tmp_path, options={"callbacks": [callback]}, **options)
     callback.trainer.train()
@@ -205,12 +188,6 @@ def test_a_stream_goes_on_in_its_second_pass(tmp_path: Path) -> None:
 
     assert runs[1]["losses"] == runs[0]["losses"]
     assert runs[1]["step"] == 10
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def test_the_newest_good_checkpoint_is_taken_and_bad_ones_are_kept(tmp_path: Path, info_log) -> None:

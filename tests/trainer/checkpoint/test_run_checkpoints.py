@@ -18,6 +18,7 @@ from accel_trainer.checkpoint import checkpointer
 from accel_trainer.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from accel_trainer.trainer.checkpoint import saving
 from accel_trainer.trainer.checkpoint.saving import RunMetrics, UpdateNote
+from tests.publishing import flip
 from tests.trainer_jobs import build_trainer, summary
 
 CKPT = {"ckpt/stall_s", "ckpt/duration_s", "ckpt/bytes"}
@@ -111,12 +112,6 @@ def test_goodput_is_the_share_of_the_time_in_new_updates(monkeypatch):
     run.begun_at = 20
     assert run.finish(last_update=30)["goodput"] == pytest.approx(0.4)
     assert RunMetrics().finish(last_update=10) == {}
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def without_manifest(run_dir: Path) -> None:
