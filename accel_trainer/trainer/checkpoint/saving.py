@@ -378,7 +378,8 @@ def _push(trainer: Trainer, target: Path) -> None:
             # Upstream copies the next weights over those that its thread reads; without the option it skips a push.
             trainer._finish_current_push()
         trainer._push_from_checkpoint(str(target))
-        for job in getattr(trainer.push_in_progress, "jobs", ()):
+        # Upstream sets it on the rank that pushes, and there with the first push only.
+        for job in getattr(getattr(trainer, "push_in_progress", None), "jobs", ()):
             job.add_done_callback(_note_failed_push)
 
 
