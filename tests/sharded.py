@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,6 +49,22 @@ def batch() -> Tensor:
 
 def own_rows() -> Tensor:
     return batch().chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Compare nested states: keys, dtypes and values."""
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    elif isinstance(expected, Mapping):
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, (list, tuple)):
+        for value, wanted in itertools.zip_longest(found, expected):
+            assert_same(value, wanted)
+    else:
+        assert found == expected
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from accel_trainer.errors import (
 from accel_trainer.launch.cli import main
 from tests.publishing import flip
 from tests.ranks import preload, run_ranks
+from tests.sharded import assert_same
 
 preload("accel_trainer.accelerator")
 
@@ -98,22 +98,6 @@ def save_and_load(folder: Path) -> list[Any]:
     dcp.load(held, checkpoint_id=folder / "sharded" / "optimizer_0")
     torch_state.set_optimizer_state_dict(model, own, held["optimizer"])
     return [saved, from_full, whole(model, optimizer)]
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    if isinstance(expected, Mapping):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_same(found[key], value)
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected)
-        for value, wanted in zip(found, expected, strict=True):
-            assert_same(value, wanted)
-    elif isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-    else:
-        assert found == expected
 
 
 @pytest.fixture(scope="module")

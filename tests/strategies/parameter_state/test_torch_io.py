@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from tests.ranks import preload, run_ranks
-from tests.sharded import adamw, batch, build, full, own_rows, prepare
+from tests.sharded import adamw, assert_same, batch, build, full, own_rows, prepare
 
 preload("accel_trainer.accelerator", "tests.sharded")
 
@@ -36,15 +36,6 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        if isinstance(value, dict):
-            assert_same(found[name], value)
-        else:
-            assert torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value, name
 
 
 # --- models --------------------------------------------------------------------------------------------------------

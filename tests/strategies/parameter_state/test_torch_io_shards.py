@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from accel_trainer.strategies.parameter_state.base_io import Reads
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from tests.publishing import ALONE, publish_directory
 from tests.ranks import preload, run_ranks
+from tests.sharded import assert_same
 
 preload("accel_trainer.accelerator")
 
@@ -101,21 +101,6 @@ def load(layout: str, folders: list[str]) -> list[dict[str, Any]]:
         result = {**contents(accelerator, model), "note": accelerator.unwrap_model(model).note, "opened": opened}
         results.append({**result, "next": [update(accelerator, model, optimizers) for _ in range(3)]})
     return results
-
-
-def assert_same(left: Any, right: Any) -> None:
-    if isinstance(left, Tensor):
-        assert left.dtype == right.dtype
-        assert torch.equal(left, right)
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys()
-        for key in left:
-            assert_same(left[key], right[key])
-    elif isinstance(left, list):
-        for one, other in itertools.zip_longest(left, right):
-            assert_same(one, other)
-    else:
-        assert left == right
 
 
 @pytest.fixture(scope="module")
