@@ -32,7 +32,7 @@ def publish(target: Path, word: str) -> None:
 
 
 def flip(path: Path) -> None:
-    """Change a bit of a file."""
+    """Change a bit of the last byte of a file, which is none of a header."""
     content = bytearray(path.read_bytes())
-    content[len(content) * 3 // 4] ^= 1
+    content[-1] ^= 1
     path.write_bytes(content)

@@ -91,10 +91,8 @@ def test_a_save_through_a_link_replaces_what_it_leads_to(tmp_path: Path, caplog:
 SAVING = """
 import sys
 from pathlib import Path
-import torch
-from tests.publishing import ALONE, publish
-from accel_trainer.runtime.process import ProcessContext
-with publish_directory(Path(sys.argv[1]), ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)) as staged:
+from tests.publishing import ALONE, publish_directory
+with publish_directory(Path(sys.argv[1]), ALONE) as staged:
     staged.write_json("x.json", 1)
     print("under way", flush=True)
     sys.stdin.readline()
