@@ -30,7 +30,7 @@ from accel_trainer.checkpoint.reader import CheckpointKind, Selection, Verify, c
 from accel_trainer.checkpoint.run_state import TrainState, files_to_read, load_train_state, save_train_state
 from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.store import PREFIX
-from accel_trainer.checkpoint.weights.files import make_tensors, save_weights
+from accel_trainer.checkpoint.weights.weight_files import make_tensors, save_weights
 from accel_trainer.config import NonFiniteAction
 from accel_trainer.data.loader import LoaderCheckpoint
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, DesyncError

@@ -26,7 +26,7 @@ from accel_trainer.checkpoint.interop.huggingface import export_weights, find_we
 from accel_trainer.checkpoint.run_state import read_on_main
 from accel_trainer.checkpoint.torch_files import PLAIN_ARRAYS, load_torch_file
 from accel_trainer.checkpoint.weights.adapters import is_peft_model
-from accel_trainer.checkpoint.weights.files import distinct
+from accel_trainer.checkpoint.weights.weight_files import distinct
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.process import ProcessContext, current_process

@@ -13,7 +13,7 @@ from torch import nn
 
 from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.weights.adapters import adapter_folders, gather_adapters, unsharded_prompts
-from accel_trainer.checkpoint.weights.files import full_state_dicts, gather_to_file
+from accel_trainer.checkpoint.weights.weight_files import full_state_dicts, gather_to_file
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together

@@ -14,8 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import RemoveColumnsCollator, has_length, unwrap_peft_model
 
-from accel_trainer.checkpoint.weights.files import INDEX_NAME, WEIGHTS_NAME, WeightFiles
 from accel_trainer.checkpoint.weights.into_model import init_empty_weights, load_checkpoint_in_model
+from accel_trainer.checkpoint.weights.weight_files import INDEX_NAME, WEIGHTS_NAME, WeightFiles
 from accel_trainer.errors import ConfigError
 from accel_trainer.trainer.arguments.fsdp_arguments import loads_after_sharding
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments

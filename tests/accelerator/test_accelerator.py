@@ -485,7 +485,7 @@ def save_and_load(directory: str, max_shard_size: str) -> list[str]:
 
 @pytest.mark.parametrize(("size", "files"), [("10GB", 1), ("1200B", 3)])
 def test_save_model_writes_the_whole_model_from_shards(tmp_path: Path, size: str, files: int):
-    from accel_trainer.checkpoint.weights.files import WeightFiles
+    from accel_trainer.checkpoint.weights.weight_files import WeightFiles
 
     names = run_ranks(save_and_load, 2, str(tmp_path / "weights"), size)[0]
     assert len(names) == files

@@ -24,7 +24,7 @@ from accel_trainer import (
     load_checkpoint_in_model,
 )
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, hash_file
-from accel_trainer.checkpoint.weights.files import save_weights
+from accel_trainer.checkpoint.weights.weight_files import save_weights
 from accel_trainer.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError, OffloadedModelError
 from accel_trainer.hooks import remove_hook_from_submodules
 from accel_trainer.utils import (

@@ -23,7 +23,7 @@ from accel_trainer.checkpoint import store
 from accel_trainer.checkpoint.interop.dcp import DcpDirectory
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, hash_file
 from accel_trainer.checkpoint.store import LOCK_NAME, DirectoryLock
-from accel_trainer.checkpoint.weights.files import WeightFiles, save_weights
+from accel_trainer.checkpoint.weights.weight_files import WeightFiles, save_weights
 from accel_trainer.errors import AccelTrainerError
 from tests.checkpoint.crash_job import SavedRun
 from tests.checkpoint.small_run import SmallRun

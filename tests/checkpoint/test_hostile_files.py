@@ -30,7 +30,7 @@ from accel_trainer.checkpoint.publication import Publication
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.checkpoint.store import LOCK_NAME, DirectoryLock, lock_of, retire
 from accel_trainer.checkpoint.torch_files import load_torch_file
-from accel_trainer.checkpoint.weights.files import WeightFiles, save_weights
+from accel_trainer.checkpoint.weights.weight_files import WeightFiles, save_weights
 from accel_trainer.errors import ConfigError, CorruptCheckpointError
 from accel_trainer.launch.checkpoints import run_ckpt
 from tests.checkpoint.crash_job import SavedRun

@@ -36,7 +36,7 @@ from accel_trainer.checkpoint.run_state import OWN_STATE, TrainState, decode, re
 from accel_trainer.checkpoint.safetensors_file import LazyTensor, TensorReader
 from accel_trainer.checkpoint.shards import stored_tensors
 from accel_trainer.checkpoint.torch_files import load_torch_file
-from accel_trainer.checkpoint.weights.files import WeightFiles, find_weight_file, make_tensors, save_weights
+from accel_trainer.checkpoint.weights.weight_files import WeightFiles, find_weight_file, make_tensors, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import set_rng_state

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.checkpoint.safetensors_file import LazyTensor
-from accel_trainer.checkpoint.weights.files import State, WeightFiles, gather_to_file
+from accel_trainer.checkpoint.weights.weight_files import State, WeightFiles, gather_to_file
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.model_wrappers import unwrap_module
 from accel_trainer.runtime.process import ProcessContext

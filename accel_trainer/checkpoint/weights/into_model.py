@@ -27,8 +27,8 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, check_files
 from accel_trainer.checkpoint.shards import local_box, local_tensor, materialize
-from accel_trainer.checkpoint.weights.files import BroadcastFiles, WeightFiles
 from accel_trainer.checkpoint.weights.offloaded import Index, offload_weight, save_offload_index
+from accel_trainer.checkpoint.weights.weight_files import BroadcastFiles, WeightFiles
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.runtime.model_wrappers import unwrap_module

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.shards import local_tensor
-from accel_trainer.checkpoint.weights.files import USERS_CLASS
+from accel_trainer.checkpoint.weights.weight_files import USERS_CLASS
 from accel_trainer.config import CompileConfig, FSDPConfig, Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast, apply_float8

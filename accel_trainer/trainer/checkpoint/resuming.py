@@ -31,7 +31,7 @@ from accel_trainer.checkpoint.changed_run import UpdateBatch
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.reader import Selection
 from accel_trainer.checkpoint.store import numbered_checkpoints, retire
-from accel_trainer.checkpoint.weights.files import users_class
+from accel_trainer.checkpoint.weights.weight_files import users_class
 from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
 from accel_trainer.errors import (
     CheckpointNotFoundError,

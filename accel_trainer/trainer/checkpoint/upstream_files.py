@@ -56,7 +56,7 @@ from accel_trainer.checkpoint.weights.adapters import (
     saved_names,
     trained_beside,
 )
-from accel_trainer.checkpoint.weights.files import USERS_CLASS, distinct, full_state_dicts, gather_to_file
+from accel_trainer.checkpoint.weights.weight_files import USERS_CLASS, distinct, full_state_dicts, gather_to_file
 from accel_trainer.data.position import Position
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext

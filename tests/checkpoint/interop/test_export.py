@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from accel_trainer.checkpoint.interop.huggingface import export_weights
-from accel_trainer.checkpoint.weights.files import WeightFiles, save_weights
+from accel_trainer.checkpoint.weights.weight_files import WeightFiles, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from accel_trainer.launch.cli import main
 from tests.publishing import flip

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accel_trainer.checkpoint.weights.files import gather_to_file
+from accel_trainer.checkpoint.weights.weight_files import gather_to_file
 from accel_trainer.errors import DiskFullError
 
 made: list[weakref.ref[Tensor]] = []

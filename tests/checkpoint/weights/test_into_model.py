@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_trainer.checkpoint.weights.files import WeightFiles, save_weights
 from accel_trainer.checkpoint.weights.into_model import LoadReport, exchange_device, load_checkpoint_in_model
+from accel_trainer.checkpoint.weights.weight_files import WeightFiles, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from tests.ranks import preload, run_ranks
 

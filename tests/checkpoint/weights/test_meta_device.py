@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from accel_trainer import init_empty_weights, init_on_device, load_checkpoint_and_dispatch
-from accel_trainer.checkpoint.weights.files import save_weights
 from accel_trainer.checkpoint.weights.into_model import LoadReport, load_checkpoint_in_model
+from accel_trainer.checkpoint.weights.weight_files import save_weights
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 
 

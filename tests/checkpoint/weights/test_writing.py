@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accel_trainer.checkpoint.weights.files import WeightFiles, parse_size, save_weights
+from accel_trainer.checkpoint.weights.weight_files import WeightFiles, parse_size, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from tests.ranks import preload, run_ranks
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_trainer.checkpoint.weights.files import WeightFiles, save_weights
 from accel_trainer.checkpoint.weights.into_model import LoadReport, load_checkpoint_in_model
+from accel_trainer.checkpoint.weights.weight_files import WeightFiles, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, ProcessGroupError
 from tests.ranks import preload, run_ranks
 from tests.sharded import adamw, build, full, own_rows, train_alone

@@ -176,8 +176,8 @@ def drop_out() -> dict[str, Any]:
 def load_empty(sizes: dict[str, int], folder: str) -> dict[str, Any]:
     """Return the reads of a model without values, which is sharded first, and its distance from the plain one."""
     from accel_trainer import init_empty_weights
-    from accel_trainer.checkpoint.weights.files import WeightFiles
     from accel_trainer.checkpoint.weights.into_model import load_checkpoint_in_model
+    from accel_trainer.checkpoint.weights.weight_files import WeightFiles
 
     accelerator = start(sizes=sizes)
     with init_empty_weights(include_buffers=True):
