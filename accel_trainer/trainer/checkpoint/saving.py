@@ -404,7 +404,7 @@ def _push(trainer: Trainer, target: Path) -> None:
             # Upstream copies the next weights over those that its thread reads; without the option it skips a push.
             trainer._finish_current_push()
         trainer._push_from_checkpoint(str(target))
-        for job in getattr(trainer.push_in_progress, "jobs", ()):
+        for job in getattr(getattr(trainer, "push_in_progress", None), "jobs", ()):
             job.add_done_callback(_note_failed_push)
 
 
