@@ -220,7 +220,9 @@ def test_the_debug_launcher_takes_any_number_of_processes_on_the_cpu():
 
 
 def speak(word: str) -> None:
-    rank = Accelerator(cpu=True).process_index
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    accelerator.wait_for_everyone()  # one that ends while another still connects breaks gloo's full mesh
     print(f"{word} {rank} in {os.environ['TORCHELASTIC_RUN_ID']}")
 
 
