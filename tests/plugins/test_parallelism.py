@@ -17,7 +17,7 @@ from accel_trainer.parallelism_config import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accel_trainer.runtime.variables import patch_environment
+from accel_trainer.runtime.availability import patch_environment
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accel_trainer.runtime import availability
-from accel_trainer.runtime.variables import patch_environment
+from accel_trainer.runtime.availability import patch_environment
 
 SMI = """#!/bin/sh
 case "$1" in

@@ -7,7 +7,7 @@ import unittest
 import pytest
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.variables import (
+from accel_trainer.runtime.availability import (
     are_libraries_initialized,
     clear_environment,
     convert_dict_to_env_variables,
