@@ -10,26 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
-    "AccelTrainerError",
-    "BatchSizeError",
-    "CannotPadNestedTensorWarning",
-    "CheckpointLockedError",
-    "CheckpointNotFoundError",
-    "ConfigError",
-    "CorruptCheckpointError",
-    "DesyncError",
-    "DiskFullError",
-    "DistributedOperationException",
-    "HangError",
-    "IncompatibleCheckpointError",
-    "MissingExtraError",
-    "NonFiniteError",
-    "ProcessGroupError",
-    "RemoteRankError",
-    "SaveTimeoutError",
-    "UnsupportedTypeError",
+    "AccelTrainerError", "BatchSizeError", "CannotPadNestedTensorWarning", "CheckpointLockedError",
+    "CheckpointNotFoundError", "ConfigError", "CorruptCheckpointError", "DesyncError", "DiskFullError",
+    "DistributedOperationException", "HangError", "IncompatibleCheckpointError", "MissingExtraError",
+    "NonFiniteError", "ProcessGroupError", "RemoteRankError", "SaveTimeoutError", "UnsupportedTypeError",
     "did_you_mean",
-]
+]  # fmt: skip
 
 
 MISSING_TORCHAO = "fp8 needs torchao, which is not installed: pip install 'accel-trainer[fp8]'; or use 'bf16'"

@@ -10,17 +10,9 @@ from typing import Any
 from accel_trainer.errors import AccelTrainerError, ConfigError, MissingExtraError, did_you_mean
 
 __all__ = [
-    "ENTRY_POINT_GROUP",
-    "TRACKER_ENTRY_POINT_GROUP",
-    "installed_trackers",
-    "load_arguments_adapter",
-    "load_strategy",
-    "load_tracker",
-    "register_strategy",
-    "register_tracker",
-    "strategy_names",
-    "tracker_names",
-]
+    "ENTRY_POINT_GROUP", "TRACKER_ENTRY_POINT_GROUP", "installed_trackers", "load_arguments_adapter", "load_strategy",
+    "load_tracker", "register_strategy", "register_tracker", "strategy_names", "tracker_names",
+]  # fmt: skip
 
 ENTRY_POINT_GROUP = "accel_trainer.strategies"
 TRACKER_ENTRY_POINT_GROUP = "accel_trainer.trackers"

@@ -14,18 +14,9 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.registry import TRACKER_CLASSES, installed_trackers, load_tracker, register_tracker
 
 __all__ = [
-    "LOGGER_TYPE_TO_CLASS",
-    "BlankTracker",
-    "GeneralTracker",
-    "get_available_trackers",
-    "is_secret",
-    "mask_secrets",
-    "on_main_process",
-    "redact",
-    "register_tracker",
-    "register_tracker_class",
-    "secrets_of",
-]
+    "LOGGER_TYPE_TO_CLASS", "BlankTracker", "GeneralTracker", "get_available_trackers", "is_secret", "mask_secrets",
+    "on_main_process", "redact", "register_tracker", "register_tracker_class", "secrets_of",
+]  # fmt: skip
 
 MASK = "***"
 

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.errors import DesyncError
-from accel_trainer.runtime.facts import find_difference
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.progress import PROGRESS
+from accel_trainer.runtime.progress import PROGRESS, find_difference
 from accel_trainer.runtime.rank_watch import current_watch
 from accel_trainer.runtime.shared_errors import gather_or_raise
 

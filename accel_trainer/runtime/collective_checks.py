@@ -9,7 +9,7 @@ calls, every 64th call and wherever they vote (saves, loads, evaluations of a Tr
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -31,12 +31,7 @@ _CALLS_PER_CHECK = 64
 
 
 def note_call(
-    name: str,
-    process: ProcessContext,
-    data: Any = (),
-    *,
-    checked: Sequence[str] | None = None,
-    way_out: str = "",
+    name: str, process: ProcessContext, data: Any = (), *, checked: Sequence[str] | None = None, way_out: str = ""
 ) -> None:
     """Note a collective that this rank is about to call; every 64th time, compare the calls of all ranks.
 
@@ -69,7 +64,9 @@ def note_call(
         _check_leaves(name, [entries for _, _, entries in everyone], way_out)
     calls.note(f"{name}{shapes} in update {PROGRESS.updates}")
     if checked is None and calls.number % _CALLS_PER_CHECK == 0:
-        _check_records(watch, calls)
+        doing = calls.last[-1]
+        if not watch.all_equal(calls.digest, doing):
+            raise_difference(watch, doing)
 
 
 def recording_watch(process: ProcessContext) -> RankWatch | None:
@@ -90,13 +87,6 @@ def _check_operations(name: str, everyone: Sequence[Sequence[Any]]) -> None:
                 f"{call[0]}, {call[1]}. Nothing was sent; call the same collectives, in the same order, on every rank: "
                 "look for one under `if is_main_process`, and for loops of different lengths"
             )
-
-
-def _check_records(watch: RankWatch, calls: CallRecord) -> None:
-    """Raise on every rank unless all have called the same."""
-    doing = calls.last[-1]
-    if not watch.all_equal(calls.digest, doing):
-        raise_difference(watch, doing)
 
 
 def raise_difference(watch: RankWatch, doing: str) -> NoReturn:
@@ -165,23 +155,22 @@ def _check_leaves(name: str, calls: Sequence[Sequence[str]], way_out: str) -> No
 
 def describe_leaves(data: Any) -> list[str]:
     """Return, for each leaf, dtype and shape of a tensor in words, or the class of anything else."""
-    return [_describe(leaf) for leaf in leaves(data, is_leaf=is_tensor)]
-
-
-def _describe(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"has {_dtype(leaf)} {tuple(leaf.shape) or (1,)}"
-    return f"has a {type(leaf).__name__}"
+    return _describe(data, lambda tensor: f"has {_dtype(tensor)} {tuple(tensor.shape) or (1,)}")
 
 
 def describe_rows(data: Any, num_samples: int | None) -> list[str]:
     """Return the same where the first dimension may differ: rows per sample, or any number where that is None."""
-    return [_describe_rows(leaf, num_samples) for leaf in leaves(data, is_leaf=is_tensor)]
+    return _describe(data, lambda tensor: _describe_rows(tensor, num_samples))
 
 
-def _describe_rows(leaf: Any, num_samples: int | None) -> str:
-    if not isinstance(leaf, Tensor):
-        return _describe(leaf)
+def _describe(data: Any, words: Callable[[Tensor], str]) -> list[str]:
+    return [
+        words(leaf) if isinstance(leaf, Tensor) else f"has a {type(leaf).__name__}"
+        for leaf in leaves(data, is_leaf=is_tensor)
+    ]
+
+
+def _describe_rows(leaf: Tensor, num_samples: int | None) -> str:
     if num_samples is None:
         return f"has {_dtype(leaf)} with {max(1, leaf.ndim)} dimension(s)"
     tail = tuple(leaf.shape[1:])

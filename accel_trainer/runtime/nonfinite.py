@@ -22,9 +22,8 @@ from accel_trainer import logging
 from accel_trainer.config import MixedPrecision, RunConfig
 from accel_trainer.errors import NonFiniteError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rank_watch import tell_soon
+from accel_trainer.runtime.rank_watch import Hook, add_hook, tell_soon
 from accel_trainer.runtime.shared_errors import gather_or_raise
-from accel_trainer.runtime.uncaught import Hook, add_hook
 
 logger = logging.get_logger(__name__)
 

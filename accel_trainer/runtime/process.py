@@ -27,9 +27,8 @@ from accel_trainer.config import HangConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, bracket_ipv6, find_launch_info
-from accel_trainer.runtime.rank_watch import start_watch, stop_watch
+from accel_trainer.runtime.rank_watch import Hook, add_hook, start_watch, stop_watch
 from accel_trainer.runtime.torch_private import default_group, forget_default_groups, set_group_timeout
-from accel_trainer.runtime.uncaught import Hook, add_hook
 
 # The context that init_process returned last, for functions that users call without naming a process.
 _current: ProcessContext | None = None

@@ -63,42 +63,13 @@ BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
 
 CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
-TORCH_DISTRIBUTED_OPERATION_TYPES = [
-    *CUDA_DISTRIBUTED_TYPES,
-    "MULTI_NPU",
-    "MULTI_MLU",
-    "MULTI_SDAA",
-    "MULTI_MUSA",
-    "MULTI_XPU",
-    "MULTI_CPU",
-    "MULTI_HPU",
-    "MULTI_NEURON",
-]
+_PLUGIN_DEVICES = ("NPU", "MLU", "SDAA", "MUSA", "XPU", "CPU", "HPU", "NEURON")
+TORCH_DISTRIBUTED_OPERATION_TYPES = [*CUDA_DISTRIBUTED_TYPES, *(f"MULTI_{device}" for device in _PLUGIN_DEVICES)]
 TORCH_LAUNCH_PARAMS = [
-    "nnodes",
-    "nproc_per_node",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "rdzv_conf",
-    "standalone",
-    "max_restarts",
-    "monitor_interval",
-    "start_method",
-    "role",
-    "module",
-    "m",
-    "no_python",
-    "run_path",
-    "log_dir",
-    "r",
-    "redirects",
-    "t",
-    "tee",
-    "node_rank",
-    "master_addr",
-    "master_port",
-]
+    "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone", "max_restarts",
+    "monitor_interval", "start_method", "role", "module", "m", "no_python", "run_path", "log_dir", "r", "redirects",
+    "t", "tee", "node_rank", "master_addr", "master_port",
+]  # fmt: skip
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = LAYERS_TO_CAST
 
 SAGEMAKER_PYTORCH_VERSION = "1.10.2"
