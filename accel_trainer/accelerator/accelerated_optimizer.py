@@ -20,6 +20,8 @@ from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.gradients import choose_samples, sample_sum
 
+__all__ = ["AcceleratedOptimizer", "move_to_device"]
+
 
 def describe_models(prepared: Sequence[PreparedUnit]) -> str:
     """Return the class names of the units' models."""

@@ -13,6 +13,8 @@ from accel_trainer import logging
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.errors import IncompatibleCheckpointError
 
+__all__ = ["AcceleratedScheduler"]
+
 logger = logging.get_logger(__name__)
 
 _STEPS = "steps_per_update"

@@ -30,6 +30,8 @@ from accel_trainer.runtime.process import (
 )
 from accel_trainer.runtime.tensor_trees import split_evenly
 
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _STATE_NAMES = ("process", "distributed_type", "mixed_precision", "fsdp_plugin", "is_fsdp2", "parallelism_config")

@@ -336,15 +336,12 @@ def init_process(
     logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
     _leave_interrupts_to_launcher(environ)
     carrier = _backends()[device.type]
-    hosts_store, runs_ahead = _hosts_store(environ, info.rank), device.type != "cpu" and carrier != "gloo"
+    # The job's store goes with rank 0, unless the launcher hosts it.
+    hosts_store = info.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    runs_ahead = device.type != "cpu" and carrier != "gloo"
     start_watch(info.rank, info.world_size, hang, hosts_store=hosts_store, runs_ahead=runs_ahead)
     _current = ProcessContext(info.rank, info.local_rank, info.world_size, info.local_world_size, device, carrier)
     return _current
-
-
-def _hosts_store(environ: Mapping[str, str], rank: int) -> bool:
-    """Whether the job's store goes with this process: with rank 0, unless the launcher hosts it."""
-    return rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _leave_interrupts_to_launcher(environ: Mapping[str, str]) -> None:

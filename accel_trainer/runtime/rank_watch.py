@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.config import HangConfig
-from accel_trainer.errors import DesyncError, HangError, ProcessGroupError, RemoteRankError
+from accel_trainer.errors import DesyncError, HangError, NonFiniteError, ProcessGroupError, RemoteRankError
 from accel_trainer.runtime.progress import PROGRESS, FactBoard, Pace
 from accel_trainer.runtime.torch_private import (
     BROKEN_TEXTS,
@@ -715,12 +715,26 @@ def _hook_errors() -> None:
                     theirs.__suppress_context__ = True
                     kind, error, trace = type(theirs), theirs, trace
             previous(kind, error, trace)
-            if isinstance(error, HangError | DesyncError):
+
+        return report
+
+    # Within the hook of this rank, which may print another rank's error in the place of its own.
+    end_with_exit_codes()
+    add_hook("errors for other ranks", make)
+
+
+def end_with_exit_codes() -> None:
+    """Have an error that nobody catches end the process with its `exit_code`, if its class has one."""
+
+    def make(previous: Hook) -> Hook:
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            previous(kind, error, trace)
+            if isinstance(error, HangError | DesyncError | NonFiniteError):
                 raise SystemExit(error.exit_code)
 
         return report
 
-    add_hook("errors for other ranks", make)
+    add_hook("exit codes", make)
 
 
 def add_hook(name: str, make: Callable[[Hook], Hook]) -> None:

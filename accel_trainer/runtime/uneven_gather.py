@@ -101,10 +101,9 @@ def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | 
     first, as one object. `pad_index` fills all dimensions but the first up to the largest size over the ranks; None
     fills nothing: a tensor becomes a list with each of its rows over all ranks, in the shape that it had.
     """
-    tensors = tensors_of("gather", data)
-    for tensor in tensors:
+    for tensor in tensors_of("gather", data):
         check_pad_value(pad_index or 0, tensor.dtype)
-    return _gather_exchanged(data, tensors, describe_rows(tensors, None), process, pad_index)
+    return _gather_exchanged(data, describe_rows(tensors_of("gather", data), None), process, pad_index)
 
 
 @names_failed_rank
@@ -113,21 +112,15 @@ def gather_unknown_rows(data: Any, process: ProcessContext) -> Any:
 
     Collective, as `gather_any_shapes`.
     """
-    tensors = tensors_of("gather", data)
-    tails = [f"has rows of {tuple(tensor.shape[1:])} and {tensor.dtype}" for tensor in tensors]
-    return _gather_exchanged(data, tensors, tails, process, 0, way_out=UNEVEN_HINT)
+    tails = [f"has rows of {tuple(tensor.shape[1:])} and {tensor.dtype}" for tensor in tensors_of("gather", data)]
+    return _gather_exchanged(data, tails, process, 0, way_out=UNEVEN_HINT)
 
 
 def _gather_exchanged(
-    data: Any,
-    tensors: Sequence[Tensor],
-    words: Sequence[str],
-    process: ProcessContext,
-    pad_index: float | None,
-    way_out: str = "",
+    data: Any, words: Sequence[str], process: ProcessContext, pad_index: float | None, way_out: str = ""
 ) -> Any:
     note_call("gather", process)
-    own = [tuple(tensor.shape) or (1,) for tensor in tensors]
+    own = [tuple(tensor.shape) or (1,) for tensor in tensors_of("gather", data)]
     shapes = iter(zip(*check_same_call("gather", words, process, value=own, way_out=way_out), strict=True))
     return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, pad_index), data)
 
@@ -155,7 +148,6 @@ def _gather_rows(tensor: Tensor, sizes: Sequence[int], process: ProcessContext) 
 def _gather_shapes(
     tensor: Tensor, shapes: Sequence[tuple[int, ...]], process: ProcessContext, pad_index: float | None
 ) -> Any:
-    """Gather a tensor that has `shapes[r]` on rank r."""
     blocks = _gather_blocks(tensor if tensor.ndim else tensor[None], shapes, process, pad_index or 0)
     if pad_index is None:
         tails = [tuple(map(slice, shape[1:])) for shape in shapes]
