@@ -39,11 +39,7 @@ _wait: Callable[[], None] = _wait_for_nobody
 
 
 def set_rank(rank: int, world_size: int = 1, wait: Callable[[], None] = _wait_for_nobody) -> None:
-    """Set the rank of this process's loggers.
-
-    Args:
-        wait: returns when every rank has called it; orders the lines of several ranks.
-    """
+    """Set the rank of this process's loggers; `wait` returns when every rank has called it, and orders their lines."""
     global _rank, _world_size, _wait
     _rank, _world_size, _wait = rank, world_size, wait
 

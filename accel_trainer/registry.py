@@ -28,9 +28,9 @@ class _Catalogue:
         self.reserved = reserved or {}
         """Names with a meaning of their own in a configuration, by that meaning."""
 
-    def _declared(self) -> dict[str, str]:
-        """Targets that installed packages declare; a name of ours always wins over a package's."""
-        return {point.name: point.value for point in entry_points(group=self.group)}
+    def _all(self) -> dict[str, str]:
+        # A name of ours wins over that which an installed package declares.
+        return {point.name: point.value for point in entry_points(group=self.group)} | self.targets
 
     def add(self, name: str, target: str) -> None:
         if name in self.targets or name in self.reserved:
@@ -46,13 +46,14 @@ class _Catalogue:
         return module_name, attribute
 
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted({*self.targets, *self._declared()}))
+        return tuple(sorted(self._all()))
 
     def load(self, name: str) -> Any:
-        target = self.targets.get(name) or self._declared().get(name)
+        # Installed packages are asked only for a name that is not ours.
+        target = self.targets.get(name) or self._all().get(name)
         if target is None:
             known = (*self.reserved, *self.names())
-            plural = {"strategy": "strategies"}.get(self.kind, f"{self.kind}s")
+            plural = "strategies" if self.kind == "strategy" else "trackers"
             raise ConfigError(
                 f"unknown {self.kind} {name!r}{did_you_mean(name, known) or '.'} Known {plural}: {', '.join(known)}; "
                 f"packages add more through the entry-point group {self.group!r}"
@@ -93,6 +94,8 @@ TRACKER_CLASSES: dict[str, type] = {}
 """Tracker classes that a script has registered, by name: they come before those of packages."""
 # Each of our trackers needs the package of its name, and the extra of that name installs it.
 _EXTRAS = frozenset(_TRACKERS.targets)
+OWN_TRACKERS = {target.rpartition(":")[2]: name for name, target in _TRACKERS.targets.items()}
+"""Names of our trackers by that of their class."""
 
 
 def register_strategy(name: str, target: str) -> None:

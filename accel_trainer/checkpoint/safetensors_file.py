@@ -153,7 +153,7 @@ class StagingMemory:
             copy = buffer[begin : begin + _num_bytes(announced)].view(announced.dtype)
             copies[name] = copy.reshape(tuple(announced.shape))
             if self._side is not None and source.device == self._device:
-                self._side.copy_to_host(source.detach(), copies[name])
+                self._side.copy(source.detach(), copies[name])
             else:
                 copies[name].copy_(source.detach())
             begin += rooms[name]
@@ -194,7 +194,7 @@ def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
     for index, chunk in enumerate((*chunks, None)):
         if chunk is not None:
             room = buffers[index % 2][: chunk.numel()]
-            side.copy_to_host(chunk, room)
+            side.copy(chunk, room)
             begun.append((room, side.mark()))
         if begun and (chunk is None or len(begun) == 2):
             room, end = begun.popleft()
@@ -224,7 +224,7 @@ def copy_stored(source: Tensor, target: Tensor) -> None:
             ends[index - 2].synchronize()
         room = buffers[index % 2][: len(piece)]
         room.copy_(piece)
-        side.copy_from_host(room, place)
+        side.copy(room, place)
         ends.append(side.mark())
     side.hand_over(ends[-1], ())
 

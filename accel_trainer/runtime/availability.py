@@ -78,11 +78,7 @@ _FORBIDDEN = frozenset(";\n<> ")
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Return whether a version, or an installed package's, stands in a relation to another one.
-
-    Args:
-        library_or_version: the name of a package, or a version itself.
-        operation: a key of `STR_OPERATION_TO_FUNC`.
+    """Return whether a version, or that of an installed package of this name, stands in a relation to another one.
 
     Raises:
         ConfigError: another word than one of the six signs.
@@ -195,6 +191,7 @@ is_sdaa_available = _asks_device("sdaa", "Tecorigin")
 is_xpu_available = _asks_device("xpu", "Intel")
 is_neuron_available = _asks_device("neuron", "AWS")
 
+is_torch_distributed_available = torch.distributed.is_available
 is_weights_only_available = _answers(True, "every supported torch loads with `weights_only` and a list of safe classes")
 is_pippy_available = _answers(True, "every supported torch has `torch.distributed.pipelining`")
 # `Accelerator(mixed_precision="fp16")` needs more than to store it; it checks.
@@ -203,11 +200,6 @@ is_megatron_lm_available = _answers(False, "Megatron-LM is not offered, installe
 is_rich_available = _answers(False, "tracebacks are not coloured here, and nothing reads ACCELERATE_ENABLE_RICH")
 is_habana_gaudi1 = _answers(False, "the first Gaudi is not supported by any torch that is supported here")
 is_torch_xla_available = _answers(False, "torch_xla is not offered, installed or not")
-
-
-def is_torch_distributed_available() -> bool:
-    """Return whether torch was built with distributed communication."""
-    return torch.distributed.is_available()
 
 
 def is_xccl_available() -> bool:
@@ -322,10 +314,8 @@ def get_current_device_type() -> tuple[str, str]:
 
     Nothing is started on a device, so that a fork afterwards is safe.
     """
-    for kind in _PLUGIN_DEVICES:
-        if _has_device(kind):
-            return kind, f"MULTI_{kind.upper()}"
-    return "cuda", "MULTI_GPU"
+    kind = next(filter(_has_device, _PLUGIN_DEVICES), None)
+    return ("cuda", "MULTI_GPU") if kind is None else (kind, f"MULTI_{kind.upper()}")
 
 
 def get_gpu_info() -> tuple[list[str], int]:
@@ -513,10 +503,7 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
-    """Decorate a test, or each test of a class and its subclasses, so that launchers' variables are restored behind it.
-
-    Variables that begin with `ACCELERATE_` or `ACCEL_TRAINER_` are.
-    """
+    """Decorate a test, or all of a class and its subclasses, so that ACCELERATE_* and ACCEL_TRAINER_* are restored."""
     if not isinstance(func_or_cls, type):
         return _purge_after(func_or_cls)
     _purge_after_tests(func_or_cls)

@@ -90,10 +90,7 @@ def _check_operations(name: str, everyone: Sequence[Sequence[Any]]) -> None:
 
 
 def raise_difference(watch: RankWatch, doing: str) -> NoReturn:
-    """Raise a DesyncError that names the first difference between the calls of the ranks, and begin a new record.
-
-    Every rank calls it.
-    """
+    """Raise a DesyncError that names the first difference of the ranks' calls, on all, and begin a new record."""
     mine = json.dumps((watch.calls.number, list(watch.calls.last)))
     records = [json.loads(text) for text in watch.exchange(mine, doing)]
     # Who catches the error begins at one point on all ranks: the old difference would be found again at each vote.
@@ -119,13 +116,7 @@ def _find_difference(records: Sequence[tuple[int, list[str]]]) -> str:
 def check_same_call(
     name: str, entries: Sequence[str], process: ProcessContext, *, value: Any = None, way_out: str = ""
 ) -> list[Any]:
-    """Raise on every rank unless all ranks call the same operation with the same entries.
-
-    Collective: every rank calls it.
-
-    Args:
-        entries: a description of each leaf on this rank.
-        way_out: a further remedy, for the message.
+    """Raise on every rank unless all call the same operation, with leaves of these descriptions. Collective.
 
     Returns:
         The `value` of each rank, a picklable object that travels along.

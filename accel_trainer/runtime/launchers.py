@@ -74,7 +74,7 @@ def first_slurm_host(node_list: str) -> str:
 
 
 def _slurm_tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
-    """Return this node's number of tasks in a layout such as `4(x2),3`: 4 tasks on two nodes, 3 on the third."""
+    # `4(x2),3`: 4 tasks on two nodes, 3 on the third.
     layout = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     nodes = [int(tasks) for tasks, repeats in layout for _ in range(int(repeats or 1))]
     node = _integer(environ, "SLURM_NODEID", 0)

@@ -145,11 +145,7 @@ class NonFiniteGuard:
         return self._leaves_out
 
     def look(self) -> bool:
-        """Look at the last update, if that has not been done: before a save, a log, and at the end. See `skips`.
-
-        Returns:
-            Whether the run has been rolled back for it.
-        """
+        """Look at the last update, before a save or a log and at the end; return whether that led to a rollback."""
         pending, self._pending = self._pending, None
         if pending is None:
             return False
@@ -160,11 +156,7 @@ class NonFiniteGuard:
         return self.rolls_back and not has_norm
 
     def begin_rollback(self, found: str, place: Path | None) -> None:
-        """Log that the run goes back to a checkpoint.
-
-        Args:
-            found: what `roll_back` was called with.
-            place: the checkpoint; None where the run has none.
+        """Log that the run goes back to the checkpoint at a place, for what `roll_back` was called with.
 
         Raises:
             NonFiniteError: on every rank: there is none, or the run has gone back to it too often.
@@ -225,13 +217,7 @@ def check_weights(
         named: this rank's weights, or shards of them.
         section: what is saved or loaded, for the message.
         process: of ranks that hold different shards, which all call this; None where this rank holds all.
-        is_forced: it is a warning.
-
-    Returns:
-        Whether all of them are numbers, on all ranks.
-
-    Raises:
-        NonFiniteError: on every rank.
+        is_forced: it is a warning, and False is returned, on every rank; else a NonFiniteError is raised on every rank.
     """
     bad = _nonfinite_names(named)
     found = [bad] if process is None else gather_or_raise(process, section, None, bad)

@@ -185,10 +185,7 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
 
 
 def _loopback_store(info: LaunchInfo, address: str, port: int, timeout: timedelta) -> dist.Store | None:
-    """Return the job's key-value store where all ranks reach it by loopback; None elsewhere.
-
-    None, too, where a launcher's agent has the store, on its own interfaces.
-    """
+    """Return the job's store where all ranks reach it by loopback; None elsewhere, or where an agent has it."""
     if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     try:
@@ -213,14 +210,6 @@ def _loopback_store(info: LaunchInfo, address: str, port: int, timeout: timedelt
     )
 
 
-def _share_cores(environ: Mapping[str, str], device: torch.device, local_world_size: int) -> None:
-    """Limit each CPU rank to its share of the cores."""
-    # N ranks with a full thread pool each run slower than one rank does.
-    if device.type == "cpu" and local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
-        # Never more than now: the user may have asked for fewer.
-        torch.set_num_threads(min(cores_of_rank(local_world_size), torch.get_num_threads()))
-
-
 def _device_of(info: LaunchInfo, *, use_cpu: bool) -> torch.device:
     """Return the device of a rank that a launcher started; see `select_device`."""
     if info.has_own_device and torch.accelerator.device_count() == 1:
@@ -231,8 +220,7 @@ def _device_of(info: LaunchInfo, *, use_cpu: bool) -> torch.device:
 def _device_alone(*, use_cpu: bool) -> torch.device:
     """Return the device of a process that no launcher started: torch's current one, which the user may have set."""
     device = select_device(0, 1, use_cpu=use_cpu)
-    # Setting it starts the device. One that nobody has started is not asked, which would start it: a notebook could
-    # fork no workers then.
+    # One that nobody has started is not asked, which would start it: a notebook could fork no workers then.
     if device.index is None or not torch.get_device_module(device).is_initialized():
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
@@ -330,11 +318,15 @@ def init_process(
         if timeout_seconds is not None:
             set_group_timeout(default_group(), timeout_seconds)
     else:
-        _share_cores(environ, device, info.local_world_size)
+        if device.type == "cpu" and info.local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
+            # N ranks with a full thread pool each run slower than one rank does. Never more threads than now: the user
+            # may have asked for fewer.
+            torch.set_num_threads(min(cores_of_rank(info.local_world_size), torch.get_num_threads()))
         seconds = _DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
         _init_process_group(info, device, backend or _select_backend(device), seconds)
     logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
-    _leave_interrupts_to_launcher(environ)
+    if "ACCEL_TRAINER_LAUNCH" in environ:
+        _leave_interrupts_to_launcher()
     carrier = _backends()[device.type]
     # The job's store goes with rank 0, unless the launcher hosts it.
     hosts_store = info.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -344,11 +336,8 @@ def init_process(
     return _current
 
 
-def _leave_interrupts_to_launcher(environ: Mapping[str, str]) -> None:
-    """Print no traceback of ctrl-C in a rank of our launcher."""
-    # Those of all ranks would hide the launcher's own line.
-    if "ACCEL_TRAINER_LAUNCH" not in environ:
-        return
+def _leave_interrupts_to_launcher() -> None:
+    """Print no traceback of ctrl-C: those of all ranks would hide the line of our launcher."""
 
     def make(previous: Hook) -> Hook:
         def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
@@ -132,10 +132,7 @@ class RankWatch:
     def __init__(self, store: dist.Store, rank: int, world_size: int, hang: HangConfig, *, hosts_store: bool) -> None:
         """Begin to watch. The calling thread is the one whose position is told.
 
-        Args:
-            store: a connection of its own to the job's.
-            hang: how long ranks wait for one that does not move.
-            hosts_store: the job's store goes with this process.
+        `store` is a connection of its own to the job's, which goes with this process where it `hosts_store`.
         """
         self._prefix = f"accel_trainer/watch {next(_numbers)}"
         self.pace = Pace(hang, time.monotonic())
@@ -197,8 +194,7 @@ class RankWatch:
     def exchange(self, text: str, doing: str) -> list[str]:
         """Return the texts of all ranks. Every rank calls it as often as the others; through the store alone.
 
-        Args:
-            doing: what the ranks are about to do, for the message.
+        The message of an error says what the ranks were `doing`.
 
         Raises:
             HangError: a rank does not come within the group's timeout.
@@ -273,11 +269,7 @@ class RankWatch:
     # --- failures --------------------------------------------------------------------------------------------------
 
     def tell(self, error: BaseException, *, is_final: bool) -> None:
-        """Write this rank's error down for the others, unless it has been.
-
-        Args:
-            is_final: nobody has caught it, and the process ends; else `withdraw` takes it back.
-        """
+        """Write this rank's error down for the others, unless it has been; one that is not final can be withdrawn."""
         if self._own is not None and self._own[2] is error and self._own[1].is_final >= is_final:
             return
         where = describe_failure(error)
@@ -328,10 +320,7 @@ class RankWatch:
                 yield failure
 
     def explain(self, error: BaseException) -> ProcessGroupError | None:
-        """Return the error for a rank whose collective broke or timed out: it names the rank that did not come.
-
-        None where `error` is this rank's own.
-        """
+        """Return the error that names the rank whose fault a broken collective is; None where `error` is its own."""
         is_expired, is_broken = _classify(error)
         if not (is_expired or is_broken):
             return None
@@ -437,11 +426,7 @@ class RankWatch:
         return json.dumps(asdict(state))
 
     def _report_hang(self, seconds: float) -> float:
-        """Print where everyone is, on one of the ranks that find so: the first that comes; end all where the limit is.
-
-        Returns:
-            When to come again, in seconds without progress.
-        """
+        """Print where everyone is, on the first rank that comes, or end all; return at how many idle seconds next."""
         called = self._store.add(self._key("calls"), 0)
         mine = str(self._rank)
         # The ranks that wait find so at about the same time: one table is enough.
@@ -451,10 +436,13 @@ class RankWatch:
         report = self._report(answers)
         if not report:
             return 2 * seconds
-        limit = max(state.limit_seconds for state in answers if state is not None)
+        there = [state for state in answers if state is not None]
+        limit = max(state.limit_seconds for state in there)
+        # Ranks that compute, and are in no operation of all ranks, may be slow: they have not moved for half as long.
+        are_still = all(state.operation or state.still_seconds >= limit / 2 for state in there)
         # A rank may hold the interpreter's lock for once: only one that is silent for a second time is taken for hung.
         are_new = self._note_silent(answers)
-        if seconds >= limit and not are_new and _are_still(answers, limit / 2) and not self.is_muted:
+        if seconds >= limit and not are_new and are_still and not self.is_muted:
             text = f"no progress for {seconds:.0f} s, the limit there is {limit:g} s"
             # In this order: the threads look for the end when they answer a call.
             self._store.set(self._key("end"), text)
@@ -610,12 +598,6 @@ def start_watch(
     _watch.timeout_seconds = group_timeout().total_seconds()
     if hang is not None:
         _watch.pace.hang = hang
-
-
-def _are_still(answers: Iterable[RankState | None], seconds: float) -> bool:
-    """Whether the ranks that are in no operation of all ranks have been where they are for so long."""
-    computing = [state for state in answers if state is not None and not state.operation]
-    return all(state.still_seconds >= seconds for state in computing)
 
 
 def stop_watch() -> None:

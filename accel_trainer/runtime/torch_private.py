@@ -318,10 +318,8 @@ def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
 
 
 def exposed_exchange_seconds(replicas: nn.parallel.DistributedDataParallel) -> float | None:
-    """Return the mean time from the last gradient to the end of the exchange; None where DDP has measured none yet.
-
-    DDP takes the times of its first ten exchanges and of every hundredth one after them, whoever asks.
-    """
+    """Return the mean time from the last gradient to the end of the exchange; None where DDP has measured none yet."""
+    # DDP takes the times of its first ten exchanges and of every hundredth one after them, whoever asks.
     read = getattr(replicas, "_get_ddp_logging_data", None)
     times = {} if read is None else read()
     exchange = times.get("avg_backward_comm_time", 0)  # nanoseconds

@@ -48,8 +48,7 @@ def gather_known_rows(data: Any, sizes: Sequence[int], process: ProcessContext, 
 
     Raises:
         ConfigError: a tensor does not have the rows that `sizes` promises.
-        ProcessGroupError: those of another rank do not, or have another number of rows for a sample; with `debug`, the
-            ranks' tensors do not fit together in another way.
+        ProcessGroupError: those of another rank do not, or differ; with `debug`, in their other dimensions or dtypes.
     """
     if len(sizes) != process.world_size:
         raise ConfigError(f"got {len(sizes)} sizes for {process.world_size} ranks; give one for each rank")
@@ -108,10 +107,7 @@ def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | 
 
 @names_failed_rank
 def gather_unknown_rows(data: Any, process: ProcessContext) -> Any:
-    """Concatenate tensors that differ between ranks in their first dimension alone, by sizes that no rank knows before.
-
-    Collective, as `gather_any_shapes`.
-    """
+    """Concatenate tensors that differ in their first dimension alone, unknown beforehand; as `gather_any_shapes`."""
     tails = [f"has rows of {tuple(tensor.shape[1:])} and {tensor.dtype}" for tensor in tensors_of("gather", data)]
     return _gather_exchanged(data, tails, process, 0, way_out=UNEVEN_HINT)
 
@@ -191,10 +187,6 @@ class _Offer:
     """Of each leaf that is no column, one for each step."""
     misfit: str | None
 
-    def num_dimensions(self) -> list[int]:
-        """Return those of each leaf; 0 for a column."""
-        return [len(shapes[0]) if shapes else 0 for shapes in self.shapes]
-
 
 @names_failed_rank
 def gather_steps(steps: Sequence[Any], process: ProcessContext, device: torch.device | str = "cpu") -> Any:
@@ -230,10 +222,7 @@ def gather_steps(steps: Sequence[Any], process: ProcessContext, device: torch.de
 
 
 def _exchange_offers(steps: Sequence[Any], process: ProcessContext) -> tuple[list[Any], list[Any]]:
-    """Return this rank's leaves, each over all steps, and the offer of every rank: None for one without steps.
-
-    Collective; on all ranks a ConfigError where the steps of one, or those of two, do not fit together.
-    """
+    """Return this rank's leaves, each over all steps, and each rank's offer: None without steps. Refuses misfits."""
     by_step = [[_as_leaf(leaf) for leaf in leaves(step, is_leaf=_is_leaf)] for step in steps]
     misfit = _find_misfit(steps, by_step) if process.is_distributed or len(steps) > 1 else None
     own = list(zip(*by_step, strict=True)) if misfit is None else []
@@ -241,7 +230,7 @@ def _exchange_offers(steps: Sequence[Any], process: ProcessContext) -> tuple[lis
     offers = [offer for offer in everyone if offer is not None]
     # Behind the exchange, of which a misfit is a part: all ranks refuse alike, and none waits for one that has raised.
     _refuse(offer.misfit for offer in offers)
-    _refuse([_compare([offer.num_dimensions() for offer in offers])])
+    _refuse([_compare([[len(shapes[0]) if shapes else 0 for shapes in offer.shapes] for offer in offers])])
     return own, everyone
 
 
