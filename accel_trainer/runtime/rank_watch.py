@@ -308,8 +308,7 @@ class RankWatch:
 
     def find_failure(self) -> _Failure | None:
         """Return the first record of another rank's failure; without one, of a rank that has left."""
-        # A stable sort: the first of each kind stays in front.
-        return next(iter(sorted(self._failures(), key=lambda failure: failure.how == _LEFT)), None)
+        return min(self._failures(), key=lambda failure: failure.how == _LEFT, default=None)
 
     def _failures(self) -> Iterator[_Failure]:
         """Yield the records of other ranks' failures."""
