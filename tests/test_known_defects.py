@@ -17,54 +17,15 @@ from torch.utils.data import DataLoader
 
 from accel_trainer import (
     Accelerator,
-    AutocastKwargs,
     DataLoaderConfiguration,
-    DistributedType,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
-    PartialState,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
     set_seed,
 )
 from accel_trainer.errors import ConfigError, ProcessGroupError
-from tests.launches import launch
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def layout(state_first: bool = False, **options: Any) -> tuple[int, int, str, bool]:
-    """What a rank knows of the job."""
-    if state_first:
-        PartialState()
-    accelerator = Accelerator(**options)
-    seen = torch.tensor([accelerator.process_index])
-    together = accelerator.gather(seen).tolist() == list(range(accelerator.num_processes))
-    return accelerator.num_processes, accelerator.process_index, str(accelerator.distributed_type), together
-
-
-def test_d1_two_ranks_on_a_cpu_machine_are_one_job():
-    assert run_ranks(layout, 2) == [(2, rank, "DistributedType.MULTI_CPU", True) for rank in range(2)]
-
-
-def test_d2_a_state_made_before_the_accelerator_heeds_the_environment_too():
-    results = run_ranks(layout, 2, state_first=True, env={"ACCELERATE_USE_CPU": "true"})
-    assert results == [(2, rank, "DistributedType.MULTI_CPU", True) for rank in range(2)]
-
-
-@pytest.mark.multirank
-def test_d3_launching_two_processes_on_the_cpu_starts_two(tmp_path: Path):
-    script = tmp_path / "job.py"
-    script.write_text(
-        "from accel_trainer import Accelerator\na = Accelerator()\nprint(f'<{a.process_index}/{a.num_processes}>')"
-    )
-    code, output = launch(tmp_path, "--cpu", "--num_processes", "2", str(script), timeout=110, PYTHONPATH=str(ROOT))
-    assert code == 0, output
-    assert all(text in output for text in ("<0/2>", "<1/2>"))
 
 
 def deepspeed_layout() -> dict[str, Any]:
@@ -88,11 +49,6 @@ def test_d4_deepspeed_on_the_cpu_shares_out_the_data():
         assert result["seen"] == (2, rank, "DistributedType.DEEPSPEED")
         assert result["train_batch_size"] == 4
     assert [result["samples"] for result in results] == [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]]
-
-
-def test_d5_fsdp_on_the_cpu_is_fsdp():
-    results = run_ranks(layout, 2, cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
-    assert {kind for _, _, kind, _ in results} == {str(DistributedType.FSDP)}
 
 
 def step_schedule(**options: Any) -> int:
@@ -153,38 +109,6 @@ def test_d13_a_schedule_is_adjusted_to_accumulation_or_the_option_is_refused():
         GradientAccumulationPlugin(num_steps=4, adjust_scheduler=False)
 
 
-def test_d14_an_explicit_argument_beats_the_environment(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "7")
-    assert Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps == 2
-
-
-def test_d15_fp16_on_the_cpu_is_refused():
-    with pytest.raises(ConfigError, match="fp16 was asked for on the CPU, which has no fp16 training"):
-        Accelerator(cpu=True, mixed_precision="fp16")
-
-
-def prepared(tmp_path: Path, **options: Any) -> Accelerator:
-    configuration = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True, **options)
-    accelerator = Accelerator(cpu=True, project_config=configuration)
-    accelerator.prepare(nn.Linear(1, 1))
-    return accelerator
-
-
-def test_d16_automatic_naming_heeds_a_directory_keeps_the_newest_and_bears_other_files(tmp_path: Path):
-    accelerator = prepared(tmp_path, total_limit=2)
-    accelerator.save_state(tmp_path / "elsewhere")
-    assert (tmp_path / "elsewhere").is_dir()
-    for _ in range(2):
-        accelerator.save_state()
-    (tmp_path / "checkpoints" / "notes.txt").write_text("not a checkpoint")
-    resumed = prepared(tmp_path, total_limit=2)
-    resumed.load_state()
-    newest = resumed.save_state()
-    names = sorted(path.name for path in (tmp_path / "checkpoints").glob("[!._]*"))
-    assert names == ["checkpoint_1", newest.name, "notes.txt"]
-    assert newest.name == "checkpoint_2"
-
-
 def test_d17_loops_that_were_left_early_add_and_skip_no_update():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.ones(6, 1), batch_size=1))
@@ -218,10 +142,6 @@ def test_d18_a_partial_window_weighs_what_it_holds():
             optimizer.step()
             optimizer.zero_grad()
     assert gradients == pytest.approx([1.0, 1.0])
-
-
-def test_d19_a_schedule_steps_once_per_update_on_any_number_of_ranks():
-    assert run_ranks(step_schedule, 2, gradient_accumulation_steps=4) == [2, 2]
 
 
 def prepare_frozen(strategy: str) -> tuple[float, int]:
@@ -358,18 +278,6 @@ def environment_after_sharding() -> dict[str, str]:
 
 def test_d33_a_sharded_job_leaves_the_environment_alone():
     assert run_ranks(environment_after_sharding, 2) == [{}, {}]
-
-
-def test_d33_option_objects_leave_the_environment_alone():
-    before = dict(os.environ)
-    FullyShardedDataParallelPlugin(cpu_offload=True)
-    Accelerator(
-        cpu=True,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2),
-        dynamo_plugin=TorchDynamoPlugin(backend="eager"),
-        kwargs_handlers=[AutocastKwargs(), ProfileKwargs()],
-    )
-    assert dict(os.environ) == before
 
 
 def gather_in_uneven_loop() -> tuple[list[list[float]], list[list[float]], str]:
