@@ -58,10 +58,8 @@ def set_level(name: str) -> None:
 
 
 def write_stderr(text: str) -> None:
-    """Write a line, or lines, to standard error where somebody reads it; a pipe to nobody ends nothing.
-
-    `accel-trainer launch ... 2>&1 | tee log`: ctrl-C ends `tee` as well, before the run has saved.
-    """
+    """Write a line, or lines, to standard error where somebody reads it; a pipe to nobody ends nothing."""
+    # `accel-trainer launch ... 2>&1 | tee log`: ctrl-C ends `tee` as well, before the run has saved.
     with suppress(OSError, ValueError, AttributeError):  # a pipe or a terminal that is gone, a closed stream, none
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

@@ -130,12 +130,12 @@ def _asks_package(package: str, *distributions: str, at_least: str | None = None
 
 
 def _asks_device(kind: str, maker: str) -> Callable[..., bool]:
-    def is_available(check_device: bool = False) -> bool:
+    """Return the question whether there is a device; options such as `check_device` change nothing."""
+
+    def is_available(*args: bool, **options: bool) -> bool:
         return _has_device(kind)
 
-    is_available.__doc__ = (
-        f"Return whether there is a device of {maker}. `check_device` changes nothing: a device is always looked for."
-    )
+    is_available.__doc__ = f"Return whether there is a device of {maker}. It is looked for, whatever is passed."
     return is_available
 
 
@@ -190,6 +190,7 @@ is_npu_available = _asks_device("npu", "Ascend")
 is_sdaa_available = _asks_device("sdaa", "Tecorigin")
 is_xpu_available = _asks_device("xpu", "Intel")
 is_neuron_available = _asks_device("neuron", "AWS")
+is_hpu_available = _asks_device("hpu", "Gaudi")
 
 is_torch_distributed_available = torch.distributed.is_available
 is_weights_only_available = _answers(True, "every supported torch loads with `weights_only` and a list of safe classes")
@@ -269,11 +270,6 @@ def is_rocm_available() -> bool:
 def is_mps_available(min_version: str = "1.12") -> bool:
     """Return whether there is an Apple GPU, and torch is of a version or a later one."""
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
-
-
-def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Return whether there is a Gaudi HPU. `init_hccl` changes nothing: the process group loads its backend."""
-    return _has_device("hpu")
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:

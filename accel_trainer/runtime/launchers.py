@@ -36,10 +36,8 @@ def bracket_ipv6(address: str) -> str:
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     """Return a launcher's variable as a number; without it, the default, or an error when there is none."""
-    value = environ.get(name)
+    value = environ.get(name, default)
     if value is None:
-        if default is not None:
-            return default
         raise ProcessGroupError(
             f"{name} is not set although another variable of the launcher is; set it, or start the job with "
             "`accel-trainer launch` or torchrun"

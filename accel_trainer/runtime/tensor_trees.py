@@ -107,10 +107,8 @@ def recursively_apply(
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Return a structure with a slice along dim 0 of each tensor, as views.
-
-    The other arguments are those of a loader's `slice_fn_for_dispatch`, and not used.
-    """
+    """Return a structure with a slice along dim 0 of each tensor, as views; the other arguments are not used."""
+    # They are those of a loader's `slice_fn_for_dispatch`.
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 

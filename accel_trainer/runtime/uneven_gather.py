@@ -213,7 +213,9 @@ def gather_steps(steps: Sequence[Any], process: ProcessContext, device: torch.de
     for index, dtype in enumerate(offers[0].dtypes):
         values = own[index] if own else ()
         if dtype is None:
-            gathered.append(_gather_columns(values, process))
+            columns = [send_to_device(list(column), "cpu") for column in values]
+            by_step = zip_longest(*check_same_call("gather", (), process, value=columns), fillvalue=())
+            gathered.append([entry for step in by_step for entry in chain.from_iterable(step)])
         else:
             shapes = [[] if offer is None else offer.shapes[index] for offer in everyone]
             gathered.append(_gather_leaf(values, shapes, dtype, process, device))
@@ -222,7 +224,7 @@ def gather_steps(steps: Sequence[Any], process: ProcessContext, device: torch.de
 
 
 def _exchange_offers(steps: Sequence[Any], process: ProcessContext) -> tuple[list[Any], list[Any]]:
-    """Return this rank's leaves, each over all steps, and each rank's offer: None without steps. Refuses misfits."""
+    """Return this rank's leaves, each over all steps, and each rank's offer: None without steps. Collective."""
     by_step = [[_as_leaf(leaf) for leaf in leaves(step, is_leaf=_is_leaf)] for step in steps]
     misfit = _find_misfit(steps, by_step) if process.is_distributed or len(steps) > 1 else None
     own = list(zip(*by_step, strict=True)) if misfit is None else []
@@ -255,12 +257,6 @@ def _describe(steps: Sequence[Any], own: Sequence[Sequence[Any]], misfit: str | 
     dtypes = [values[0].dtype if isinstance(values[0], Tensor) else None for values in own]
     shapes = [[tuple(value.shape) for value in values if isinstance(value, Tensor)] for values in own]
     return _Offer(structure, dtypes, shapes, misfit)
-
-
-def _gather_columns(own: Sequence[Column], process: ProcessContext) -> list[Any]:
-    """Return one column's entries of every rank. Collective."""
-    by_rank = check_same_call("gather", (), process, value=[send_to_device(list(column), "cpu") for column in own])
-    return [entry for step in zip_longest(*by_rank, fillvalue=()) for entry in chain.from_iterable(step)]
 
 
 def _gather_leaf(
