@@ -20,5 +20,4 @@ def config_of(strategy: str, micro_batch_size: int) -> dict[str, Any]:
 
 
 def marked(*strategies: str) -> list[Any]:
-    """Return parameters of a test, which skips those of DeepSpeed where it is not installed."""
     return [pytest.param(name, marks=needs_deepspeed if name.startswith("zero") else ()) for name in strategies]

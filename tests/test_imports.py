@@ -73,7 +73,6 @@ print([name for name in hidden if name in sys.modules])
 
 
 def modules_of(package: str) -> list[str]:
-    """Return the modules of a package of accel_trainer by their import names."""
     folder = ROOT / "accel_trainer" / package
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(folder.rglob("*.py"))]
     return [name.removesuffix(".__init__") for name in names]

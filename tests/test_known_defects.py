@@ -51,9 +51,9 @@ def test_d4_deepspeed_on_the_cpu_shares_out_the_data():
     assert [result["samples"] for result in results] == [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]]
 
 
-def step_schedule(**options: Any) -> int:
-    """How often a schedule has stepped after 2 windows of 4."""
-    accelerator = Accelerator(cpu=True, **options)
+def test_d13_a_schedule_is_adjusted_to_accumulation_or_the_option_is_refused():
+    plugin = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -64,7 +64,10 @@ def step_schedule(**options: Any) -> int:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    return scheduler.last_epoch
+    assert scheduler.last_epoch == 2
+    message = r"adjust_scheduler=False\): a prepared scheduler steps once per update; pass"
+    with pytest.raises(ConfigError, match=message):
+        GradientAccumulationPlugin(num_steps=4, adjust_scheduler=False)
 
 
 def resume_in_second_epoch(folder: str, seedable: bool, seed: int) -> tuple[list[list[float]], list[list[float]]]:
@@ -98,15 +101,6 @@ def test_d6_d7_a_resumed_second_epoch_has_its_own_order_and_so_has_the_third(tmp
         assert rest == whole[1][6:]
         assert following == whole[2]
         assert sorted(map(str, whole)) == sorted({*map(str, whole)})
-
-
-def test_d13_a_schedule_is_adjusted_to_accumulation_or_the_option_is_refused():
-    plugin = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)
-    assert step_schedule(gradient_accumulation_plugin=plugin) == 2
-    with pytest.raises(
-        ConfigError, match=r"adjust_scheduler=False\): a prepared scheduler steps once per update; pass"
-    ):
-        GradientAccumulationPlugin(num_steps=4, adjust_scheduler=False)
 
 
 def test_d17_loops_that_were_left_early_add_and_skip_no_update():
@@ -196,7 +190,6 @@ class AugmentedShards(torch.utils.data.IterableDataset):
         self.num_shards = len(kept)
 
     def shard(self, num_shards: int, index: int) -> AugmentedShards:
-        """Return a part of the shards."""
         return AugmentedShards(self.kept[index::num_shards])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -204,21 +197,14 @@ class AugmentedShards(torch.utils.data.IterableDataset):
             yield from (Augmented()[4 * shard + index] for index in range(4))
 
 
-LOADERS = pytest.mark.parametrize(("kind", "workers"), [("map", 0), ("map", 1), ("shards", 1)])
-
-
-@LOADERS
-def test_d21_initial_weights_are_equal_and_dropout_and_augmentation_are_each_ranks_own(kind: str, workers: int):
+@pytest.mark.parametrize(("kind", "workers"), [("map", 0), ("map", 1), ("shards", 1)])
+def test_d21_streams_are_each_ranks_own_or_equal_where_that_is_asked_for(kind: str, workers: int):
     first, second = run_ranks(draw_streams, 2, kind, workers)
     assert first["weights"] == second["weights"]
     assert first["mask"] != second["mask"]
     assert not set(first["own"] + first["noise"]) & set(second["own"] + second["noise"])
     assert sorted(first["order"] + second["order"]) == list(range(8))
     assert run_ranks(draw_streams, 2, kind, workers) == [first, second]
-
-
-@LOADERS
-def test_d21_streams_stay_equal_where_that_is_asked_for(kind: str, workers: int):
     first, second = run_ranks(draw_streams, 2, kind, workers, same_on_all_ranks=True)
     assert first.pop("order") != second.pop("order")
     assert first == second
@@ -233,12 +219,10 @@ class RootParameter(nn.Module):
         self.layer = nn.Linear(4, 4, bias=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the layer's outputs, scaled."""
         return self.layer(inputs) * self.scale
 
 
 def save_offloaded(folder: str) -> None:
-    """Save a model whose parameters are offloaded."""
     plugin = FullyShardedDataParallelPlugin(cpu_offload=True, auto_wrap_policy=lambda m: isinstance(m, nn.Linear))
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     accelerator.save_model(accelerator.prepare(RootParameter()), folder)

@@ -48,7 +48,6 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A module `third_party_strategies`, importable."""
     (tmp_path / "third_party_strategies.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path

@@ -29,7 +29,6 @@ class Notes(GeneralTracker):
 
     @on_main_process
     def summarize(self) -> str:
-        """Return something."""
         return "summary"
 
 
@@ -80,7 +79,6 @@ class Opened(Notes):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        """Keep the values."""
         self.runs.append(f"{step}: {values}")
 
 

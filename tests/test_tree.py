@@ -23,8 +23,6 @@ class Record:
 
 
 class Refuses(UserDict):
-    """A mapping that cannot be built from a mapping."""
-
     def __init__(self) -> None:
         super().__init__()
         self.data = {"a": 1}

@@ -44,7 +44,6 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return the fenced blocks of a page in their order."""
     found = re.finditer(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     return [Block(match[1], match[2], page.read_text()[: match.start()].count("\n") + 2) for match in found]
 

@@ -185,11 +185,9 @@ class Counter:
         self.count = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the count."""
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take the count back."""
         self.count = state["count"]
 
 
@@ -244,7 +242,6 @@ def run_tutorial(strategy: str, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=RANKS)
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the blocks gave on every rank."""
     folder = str(tmp_path_factory.mktemp(request.param))
     return run_ranks(run_tutorial, RANKS[request.param], request.param, folder)
 

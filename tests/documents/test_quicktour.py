@@ -98,7 +98,6 @@ class PositionalMetric:
         self.pairs: list[tuple[float, float]] = []
 
     def add_batch(self, predictions: Tensor, references: Tensor) -> None:
-        """Keep a batch."""
         self.pairs += zip(predictions.tolist(), references.tolist(), strict=True)
 
 
@@ -128,7 +127,6 @@ def distributed_evaluation(cache: str, batch_size: int) -> dict[str, Any]:
 
 
 def dynamic_padding() -> list[list[int]]:
-    """Pad to the biggest size across processes before gathering."""
     accelerator = Accelerator(cpu=True)
     predictions = torch.full((1, 2 + accelerator.process_index), accelerator.process_index + 1)
     predictions = accelerator.pad_across_processes(predictions, dim=1, pad_index=-100)
@@ -214,7 +212,6 @@ def run_quicktour(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the blocks gave on every rank."""
     return run_ranks(run_quicktour, request.param, str(tmp_path_factory.mktemp("quicktour")))
 
 

@@ -66,7 +66,6 @@ if __name__ == "__main__":
 
 
 def batches(batch_size: int) -> DataLoader:
-    """Return sentences for a tiny classifier."""
     return DataLoader(TokenDataset(24, kind="class"), batch_size=batch_size)
 
 

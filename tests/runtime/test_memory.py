@@ -265,7 +265,6 @@ def test_another_error_on_one_rank_is_raised_there_and_named_on_the_others():
 
 
 def never_vote() -> None:
-    """One rank ends without having called the function."""
     timeout = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=2))
     accelerator = Accelerator(cpu=True, kwargs_handlers=[timeout])
     if accelerator.process_index == 0:
