@@ -28,29 +28,6 @@ from tests.ranks import preload, run_ranks
 preload("accel_trainer.accelerator")
 
 
-def deepspeed_layout() -> dict[str, Any]:
-    """What a DeepSpeed job on the CPU knows of its ranks, and how it shares out the data."""
-    block = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2}
-    accelerator = Accelerator(cpu=True, config={"strategy": "deepspeed", "deepspeed": block})
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(torch.arange(8.0), batch_size=2))
-    return {
-        "seen": (accelerator.num_processes, accelerator.process_index, str(accelerator.distributed_type)),
-        "samples": [value for batch in loader for value in batch.tolist()],
-        "train_batch_size": model.train_batch_size(),
-    }
-
-
-def test_d4_deepspeed_on_the_cpu_shares_out_the_data():
-    pytest.importorskip("deepspeed")
-    results = run_ranks(deepspeed_layout, 2)
-    for rank, result in enumerate(results):
-        assert result["seen"] == (2, rank, "DistributedType.DEEPSPEED")
-        assert result["train_batch_size"] == 4
-    assert [result["samples"] for result in results] == [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]]
-
-
 def test_d13_a_schedule_is_adjusted_to_accumulation_or_the_option_is_refused():
     plugin = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
@@ -136,25 +113,6 @@ def test_d18_a_partial_window_weighs_what_it_holds():
             optimizer.step()
             optimizer.zero_grad()
     assert gradients == pytest.approx([1.0, 1.0])
-
-
-def prepare_frozen(strategy: str) -> tuple[float, int]:
-    """Prepare a model without trainable parameters beside one that trains."""
-    accelerator = Accelerator(cpu=True, strategy=strategy)
-    torch.manual_seed(accelerator.process_index)
-    frozen = nn.Linear(2, 1).requires_grad_(False)
-    student = nn.Linear(2, 1)
-    frozen, student = accelerator.prepare(frozen, student)
-    loss = (frozen(torch.ones(1, 2)) - student(torch.ones(1, 2))).square().sum()
-    accelerator.backward(loss)
-    return loss.item(), sum(p.grad is not None for p in student.parameters())
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_d20_a_frozen_model_can_be_prepared(strategy: str):
-    first, second = run_ranks(prepare_frozen, 2, strategy)
-    assert first == second
-    assert first[1] == 2
 
 
 def draw_streams(kind: str, workers: int, **options: Any) -> dict[str, Any]:
