@@ -64,9 +64,7 @@ def note_call(
         _check_leaves(name, [entries for _, _, entries in everyone], way_out)
     calls.note(f"{name}{shapes} in update {PROGRESS.updates}")
     if checked is None and calls.number % _CALLS_PER_CHECK == 0:
-        doing = calls.last[-1]
-        if not watch.all_equal(calls.digest, doing):
-            raise_difference(watch, doing)
+        _check_records(watch, calls.last[-1])
 
 
 def recording_watch(process: ProcessContext) -> RankWatch | None:
@@ -87,6 +85,11 @@ def _check_operations(name: str, everyone: Sequence[Sequence[Any]]) -> None:
                 f"{call[0]}, {call[1]}. Nothing was sent; call the same collectives, in the same order, on every rank: "
                 "look for one under `if is_main_process`, and for loops of different lengths"
             )
+
+
+def _check_records(watch: RankWatch, doing: str) -> None:
+    if not watch.all_equal(watch.calls.digest, doing):
+        raise_difference(watch, doing)
 
 
 def raise_difference(watch: RankWatch, doing: str) -> NoReturn:

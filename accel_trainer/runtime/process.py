@@ -210,6 +210,13 @@ def _loopback_store(info: LaunchInfo, address: str, port: int, timeout: timedelt
     )
 
 
+def _share_cores(environ: Mapping[str, str], device: torch.device, local_world_size: int) -> None:
+    # N ranks with a full thread pool each run slower than one rank does.
+    if device.type == "cpu" and local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
+        # Never more than now: the user may have asked for fewer.
+        torch.set_num_threads(min(cores_of_rank(local_world_size), torch.get_num_threads()))
+
+
 def _device_of(info: LaunchInfo, *, use_cpu: bool) -> torch.device:
     """Return the device of a rank that a launcher started; see `select_device`."""
     if info.has_own_device and torch.accelerator.device_count() == 1:
@@ -318,15 +325,11 @@ def init_process(
         if timeout_seconds is not None:
             set_group_timeout(default_group(), timeout_seconds)
     else:
-        if device.type == "cpu" and info.local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
-            # N ranks with a full thread pool each run slower than one rank does. Never more threads than now: the user
-            # may have asked for fewer.
-            torch.set_num_threads(min(cores_of_rank(info.local_world_size), torch.get_num_threads()))
+        _share_cores(environ, device, info.local_world_size)
         seconds = _DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
         _init_process_group(info, device, backend or _select_backend(device), seconds)
     logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
-    if "ACCEL_TRAINER_LAUNCH" in environ:
-        _leave_interrupts_to_launcher()
+    _leave_interrupts_to_launcher(environ)
     carrier = _backends()[device.type]
     # The job's store goes with rank 0, unless the launcher hosts it.
     hosts_store = info.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -336,8 +339,10 @@ def init_process(
     return _current
 
 
-def _leave_interrupts_to_launcher() -> None:
-    """Print no traceback of ctrl-C: those of all ranks would hide the line of our launcher."""
+def _leave_interrupts_to_launcher(environ: Mapping[str, str]) -> None:
+    # A traceback of ctrl-C in each rank would hide our launcher's own line.
+    if "ACCEL_TRAINER_LAUNCH" not in environ:
+        return
 
     def make(previous: Hook) -> Hook:
         def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

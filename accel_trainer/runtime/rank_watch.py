@@ -435,13 +435,10 @@ class RankWatch:
         report = self._report(answers)
         if not report:
             return 2 * seconds
-        there = [state for state in answers if state is not None]
-        limit = max(state.limit_seconds for state in there)
-        # Ranks that compute, and are in no operation of all ranks, may be slow: they have not moved for half as long.
-        are_still = all(state.operation or state.still_seconds >= limit / 2 for state in there)
+        limit = max(state.limit_seconds for state in answers if state is not None)
         # A rank may hold the interpreter's lock for once: only one that is silent for a second time is taken for hung.
         are_new = self._note_silent(answers)
-        if seconds >= limit and not are_new and are_still and not self.is_muted:
+        if seconds >= limit and not are_new and _are_still(answers, limit / 2) and not self.is_muted:
             text = f"no progress for {seconds:.0f} s, the limit there is {limit:g} s"
             # In this order: the threads look for the end when they answer a call.
             self._store.set(self._key("end"), text)
@@ -597,6 +594,11 @@ def start_watch(
     _watch.timeout_seconds = group_timeout().total_seconds()
     if hang is not None:
         _watch.pace.hang = hang
+
+
+def _are_still(answers: list[RankState | None], seconds: float) -> bool:
+    # A rank that computes, and is in no operation of all ranks, may be slow: it must not have moved for so long.
+    return all(state.operation or state.still_seconds >= seconds for state in answers if state is not None)
 
 
 def stop_watch() -> None:

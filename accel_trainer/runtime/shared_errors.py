@@ -47,14 +47,18 @@ def gather_or_raise(
     # Before those of others: the rank on which it happened shows its own traceback.
     if error is not None:
         raise error
+    _raise_for_others(process, section, votes)
+    if watch is not None and len({digest for _, _, digest in votes}) > 1:
+        raise_difference(watch, section)
+    return [said for _, said, _ in votes]
+
+
+def _raise_for_others(process: ProcessContext, section: str, votes: list[Any]) -> None:
     failed = [f"rank {rank} failed in {section}: {text}" for rank, (text, *_) in enumerate(votes) if text is not None]
     if failed:
         raise RemoteRankError(
             f"{'; '.join(failed)}. This rank ({process.rank}) stopped with it; nothing of {section} was published"
         )
-    if watch is not None and len({digest for _, _, digest in votes}) > 1:
-        raise_difference(watch, section)
-    return [said for _, said, _ in votes]
 
 
 @names_failed_rank

@@ -185,6 +185,8 @@ class _Offer:
     """Of each leaf; None for a column."""
     shapes: list[list[tuple[int, ...]]]
     """Of each leaf that is no column, one for each step."""
+    num_dims: list[int]
+    """Of each leaf; 0 for a column."""
     misfit: str | None
 
 
@@ -232,7 +234,7 @@ def _exchange_offers(steps: Sequence[Any], process: ProcessContext) -> tuple[lis
     offers = [offer for offer in everyone if offer is not None]
     # Behind the exchange, of which a misfit is a part: all ranks refuse alike, and none waits for one that has raised.
     _refuse(offer.misfit for offer in offers)
-    _refuse([_compare([[len(shapes[0]) if shapes else 0 for shapes in offer.shapes] for offer in offers])])
+    _refuse([_compare([offer.num_dims for offer in offers])])
     return own, everyone
 
 
@@ -256,7 +258,8 @@ def _describe(steps: Sequence[Any], own: Sequence[Sequence[Any]], misfit: str | 
     structure = map_leaves(lambda leaf: None, steps[0], is_leaf=_is_leaf)
     dtypes = [values[0].dtype if isinstance(values[0], Tensor) else None for values in own]
     shapes = [[tuple(value.shape) for value in values if isinstance(value, Tensor)] for values in own]
-    return _Offer(structure, dtypes, shapes, misfit)
+    num_dims = [len(of_leaf[0]) if of_leaf else 0 for of_leaf in shapes]
+    return _Offer(structure, dtypes, shapes, num_dims, misfit)
 
 
 def _gather_leaf(

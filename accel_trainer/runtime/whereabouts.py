@@ -231,8 +231,7 @@ def describe_ranks(
     group, most = _busiest_group(heard)
     silent = [rank for rank, answer in enumerate(answers) if answer is None]
     waiting = [rank for rank, answer in enumerate(answers) if answer is not None and answer.operation]
-    behind = [rank for rank, state in enumerate(heard) if state is not None and state.begun.get(group, most) < most]
-    absent = sorted({*silent, *behind})
+    absent = sorted({*silent, *_behind(heard, group, most)})
     if not (absent or waiting or is_final):
         return ""
     absent = absent or sorted(set(range(len(answers))).difference(waiting))
@@ -241,6 +240,10 @@ def describe_ranks(
         has_stack = rank in absent or not absent
         lines += _describe_state(rank, heard[rank], group, is_silent=rank in silent, has_stack=has_stack)
     return "\n".join(lines)
+
+
+def _behind(states: list[RankState | None], group: str, most: int) -> list[int]:
+    return [rank for rank, state in enumerate(states) if state is not None and state.begun.get(group, most) < most]
 
 
 def _busiest_group(states: list[RankState | None]) -> tuple[str, int]:
