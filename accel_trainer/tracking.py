@@ -58,7 +58,7 @@ class GeneralTracker(ABC):
     """False: every rank has one, and logs its own values."""
 
     def __init__(self, project_name: str = "", logging_dir: str | Path | None = None, /, **kwargs: Any) -> None:
-        """Keep the name of the run and this tracker's entry of `init_kwargs`; nothing is opened before `start`."""
+        """Keep the name of the run, where its files go, and this entry of `init_kwargs`; `start` opens the run."""
         self.project_name = project_name
         self.logging_dir = None if logging_dir is None else Path(logging_dir)
         self.kwargs = kwargs

@@ -68,7 +68,7 @@ def test_a_group_of_nccl_alone_is_bound_to_its_device_from_the_start(device: str
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_each_local_rank_gets_its_device_unless_it_is_to_use_the_cpu(machine: Any, kind: str):
+def test_each_local_rank_gets_its_device(machine: Any, kind: str):
     machine(kind, 4)
     assert [select_device(rank, 4, use_cpu=False) for rank in range(4)] == [torch.device(kind, i) for i in range(4)]
     assert select_device(0, 1, use_cpu=True) == torch.device("cpu")
