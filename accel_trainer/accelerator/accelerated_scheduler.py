@@ -11,14 +11,14 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from accel_trainer.accelerator.shared_state import Forwarded
 from accel_trainer.errors import IncompatibleCheckpointError
 
 __all__ = ["AcceleratedScheduler"]
 
 logger = logging.get_logger(__name__)
 
-_STEPS = "steps_per_update"
-"""Key of the state."""
+_STEPS = "steps_per_update"  # key of the state
 
 
 class AcceleratedScheduler(LRScheduler):
@@ -55,20 +55,11 @@ class AcceleratedScheduler(LRScheduler):
         if optimizer.optimizer is scheduled and optimizer not in self.optimizers:
             self.optimizers += (optimizer,)
 
-    @property
-    def optimizer(self) -> Optimizer:  # type: ignore[override]
-        """The optimizer whose learning rates are scheduled."""
-        return self.scheduler.optimizer
-
-    @property
-    def last_epoch(self) -> int:  # type: ignore[override]
-        """How many times the schedule has stepped."""
-        return self.scheduler.last_epoch
-
-    @property
-    def base_lrs(self) -> Any:  # type: ignore[override]
-        """Initial learning rates."""
-        return self.scheduler.base_lrs
+    optimizer = Forwarded[Optimizer]("scheduler.optimizer")
+    last_epoch = Forwarded[int]("scheduler.last_epoch")
+    """How many times the schedule has stepped."""
+    base_lrs = Forwarded[Any]("scheduler.base_lrs")
+    """Initial learning rates."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the schedule if the optimizer has just stepped; always with `step_scheduler_with_optimizer=False`."""
@@ -77,13 +68,9 @@ class AcceleratedScheduler(LRScheduler):
                 if not optimizer.has_stepped:
                     return
         self.scheduler.step(*args, **kwargs)
-        if self.steps_per_update > 1 and not (args or kwargs):
-            self._step_again()
-
-    def _step_again(self) -> None:
         # One that refuses to be stepped beyond its end: the last batches of an epoch may not reach all processes.
         bound = getattr(self.scheduler, "total_steps", None)
-        for _ in range(self.steps_per_update - 1):
+        for _ in range(0 if args or kwargs else self.steps_per_update - 1):
             if bound is None or self.scheduler.last_epoch < bound:
                 self.scheduler.step()
 

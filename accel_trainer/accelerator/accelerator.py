@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from accel_trainer import logging
+from accel_trainer.accelerator.accelerated_optimizer import ReplicaCheck
 from accel_trainer.accelerator.checkpointing import SAVED_STATES, AcceleratorCheckpointing, RegisteredState
 from accel_trainer.accelerator.gathering import AcceleratorGathering
 from accel_trainer.accelerator.options import AcceleratorOptions, build_strategy, keep_global_batch, resolve_options
-from accel_trainer.accelerator.prepared import Prepared
+from accel_trainer.accelerator.prepared import Prepared, extract_model_from_parallel
 from accel_trainer.accelerator.preparing import AcceleratorPreparing
-from accel_trainer.accelerator.replica_check import ReplicaCheck
 from accel_trainer.accelerator.settings import PassStart
 from accel_trainer.accelerator.shared_state import (
     AcceleratorState,
     DistributedType,
+    Forwarded,
     GradientState,
     stated_waits,
 )
 from accel_trainer.accelerator.stepping import AcceleratorStepping
 from accel_trainer.accelerator.trackers import AcceleratorTracking, TrackerChoice, Trackers
-from accel_trainer.accelerator.unwrapping import extract_model_from_parallel
 from accel_trainer.checkpoint.checkpointer import Checkpointer
 from accel_trainer.config import MixedPrecision, Resolved, SchedulerSteps
 from accel_trainer.config.parallel import axis_sizes
@@ -63,8 +63,7 @@ class Accelerator(
 ):
     """Runs a plain PyTorch loop on one process or many, with the strategy of the configuration.
 
-    Make one as early as possible, on every rank; it joins the job that a launcher started. Two Accelerators share
-    nothing but the process group.
+    Made first, on every rank; it joins the job that a launcher started. Two share nothing but the process group.
     """
 
     @explain_options
@@ -104,14 +103,12 @@ class Accelerator(
             device_placement: whether models and batches are moved to this rank's device.
             gradient_accumulation_steps: micro-batches per update.
             cpu: run on the CPU although an accelerator is there.
-            deepspeed_plugin: one plugin; several by name: `deepspeed_plugins`, the first is in use.
-            project_dir: where states are saved; also a field of `project_config`.
+            deepspeed_plugins: by name; the first is in use.
             rng_types: streams of random numbers that are set to rank 0's whenever a pass over a prepared loader begins:
                 "torch" (the CPU's) or a kind of device, "cuda" for instance. The order of samples needs none of them.
             log_with: trackers for `init_trackers` to open: names ("tensorboard", "wandb", "mlflow", "trackio"), "all"
                 for those that are installed, or objects of one's own.
             strategy: "auto", "single", "ddp", "fsdp2" or another registered name.
-            parallelism_config: sizes of the axes of the mesh, whose product is the number of processes.
             config: a configuration file (YAML or JSON), the name of a packaged one, a dict, or a resolved one.
 
         Raises:
@@ -144,7 +141,11 @@ class Accelerator(
             autocast=self._options.autocast,
             float8=self._options.float8_recipe(self.config),
         )
-        self._loss_scale = self._build_loss_scale()
+        self._loss_scale = (
+            LossScale(torch.amp.GradScaler(self.process.device.type, **self._options.scaler_options))
+            if self.precision.loss_scaling
+            else None
+        )
         self.device_placement = device_placement
         self.dataloader_config = DataLoaderConfiguration(**dataclasses.asdict(self.config.data))
         if self.config.scheduler_steps is SchedulerSteps.PER_PROCESS and not step_scheduler_with_optimizer:
@@ -183,7 +184,8 @@ class Accelerator(
         )
         self._take_rollbacks()
         has_replicas = not (facts.shards_parameters or facts.builds_engine)
-        self._prepared = Prepared(self.nonfinite_guard, ReplicaCheck.of(self.process, has_replicas=has_replicas))
+        check = ReplicaCheck(self.process, has_replicas=has_replicas) if self.process.is_distributed else None
+        self._prepared = Prepared(self.nonfinite_guard, check)
         self._checkpointer = Checkpointer(self.process, SAVED_STATES)
         self._registered = RegisteredState()
         self._last_grad_norm = torch.tensor(float("nan"))
@@ -194,11 +196,6 @@ class Accelerator(
         if facts.shards_parameters and self.process.device.type == "cpu":
             # A warning, so that it is seen: users who asked for FSDP usually expect GPUs.
             logger.warning("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)
-
-    def _build_loss_scale(self) -> LossScale | None:
-        if not self.precision.loss_scaling:
-            return None
-        return LossScale(torch.amp.GradScaler(self.process.device.type, **self._options.scaler_options))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Return itself: a copied object that holds an Accelerator takes part in the same job."""
@@ -236,10 +233,9 @@ class Accelerator(
         self.config = self.resolved.config
 
     def reconfigure(self, resolved: Resolved) -> None:
-        """Prepare models by another configuration from now on; its strategy and its precision are the same.
+        """Prepare models by another configuration, of the same strategy and precision, from now on.
 
-        For loops that learn late the values that an engine's own configuration leaves open, the number of updates for
-        instance.
+        For loops that learn late what an engine's own configuration leaves open, the number of updates for instance.
         """
         self.resolved, self.config = resolved, resolved.config
 
@@ -247,10 +243,8 @@ class Accelerator(
         """Whether this Accelerator has prepared a model, and not let go of it since."""
         return self._prepared.find(model) is not None
 
-    @property
-    def distributed_type(self) -> DistributedType:
-        """Kind of distributed setup; FSDP stays FSDP on the CPU."""
-        return self.state.distributed_type
+    distributed_type = Forwarded[DistributedType]("state.distributed_type")
+    """Kind of distributed setup; FSDP stays FSDP on the CPU."""
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -258,10 +252,7 @@ class Accelerator(
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     def whole_models(self) -> AbstractContextManager[None]:
-        """Context in which models of transformers are built unsharded, under ZeRO-3 too. Not collective.
-
-        For a rank that loads a model alone: a model that is sharded while it is built is built by all ranks together.
-        """
+        """Context in which a rank alone builds models of transformers unsharded, under ZeRO-3 too. Not collective."""
         return self.strategy.building(in_pieces=False)
 
     def unwrap_model(

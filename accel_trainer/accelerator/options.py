@@ -193,19 +193,13 @@ def resolve_options(
     Raises:
         ConfigError: an option is wrong, or explicit options were given beside a resolved configuration.
     """
-    if not isinstance(config, Resolved):
-        resolved = resolve(explicit=options.explicit, environ=environ, file=config, explicit_objects=options.given_by)
-        _check_compiles(options, resolved)
-        return resolved
-    if options.explicit:
-        raise ConfigError(
-            f"config is resolved already, and {', '.join(sorted(options.explicit))} came too; resolve them together"
-        )
-    return config
-
-
-def _check_compiles(options: AcceleratorOptions, resolved: Resolved) -> None:
-    """Refuse options of a compilation that does not take place."""
+    if isinstance(config, Resolved):
+        if options.explicit:
+            raise ConfigError(
+                f"config is resolved already, and {', '.join(sorted(options.explicit))} came too; resolve them together"
+            )
+        return config
+    resolved = resolve(explicit=options.explicit, environ=environ, file=config, explicit_objects=options.given_by)
     given = [path for path in options.explicit if path.startswith("compile.") and path != "compile.backend"]
     if options.compile_options:
         given.append("options")
@@ -215,6 +209,7 @@ def _check_compiles(options: AcceleratorOptions, resolved: Resolved) -> None:
             f"{resolved.describe('compile.backend')} does not compile; pass TorchDynamoPlugin(backend='inductor'), or "
             "take the plugin out"
         )
+    return resolved
 
 
 def check_num_processes(resolved: Resolved, world_size: int) -> None:
@@ -257,8 +252,7 @@ def build_strategy(resolved: Resolved, process: ProcessContext) -> Strategy:
     if name == "auto":
         name = "ddp" if process.world_size > 1 else "single"
     strategy: Strategy = load_strategy(name)
-    facts = strategy.capabilities
-    origin = resolved.describe("strategy")
+    facts, origin = strategy.capabilities, resolved.describe("strategy")
     check_fewest(resolved.config, resolved.describe, facts.min_world_size)
     if process.world_size < facts.min_world_size:
         wanted = max(facts.min_world_size, resolved.config.launch.num_processes or 0)

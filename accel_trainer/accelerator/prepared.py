@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer, ReplicaCheck
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.accumulation import PreparedUnit
-from accel_trainer.accelerator.replica_check import ReplicaCheck
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import ConfigError
+from accel_trainer.precision import remove_autocast
+from accel_trainer.runtime.model_wrappers import is_compiled_module, unwrap_module
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 from accel_trainer.strategies.api import Capabilities
 from accel_trainer.strategies.optimizers import check_disjoint, parameters_of
-
-
-@dataclass(slots=True)
-class Pairing:
-    """The model of each new optimizer."""
-
-    by_model: dict[int, list[Optimizer]]
-    """Optimizers by the id of a model that is to be prepared."""
-    to_bind: list[tuple[PreparedUnit, Optimizer]]
-    """Optimizers of models that are prepared already."""
 
 
 class Prepared:
@@ -92,7 +83,7 @@ class Prepared:
         capabilities: Capabilities,
         *,
         is_distributed: bool,
-    ) -> Pairing:
+    ) -> tuple[dict[int, list[Optimizer]], list[tuple[PreparedUnit, Optimizer]]]:
         """Find the models of each optimizer that is not bound yet, by its parameters.
 
         Args:
@@ -101,6 +92,9 @@ class Prepared:
             is_distributed: refuse an optimizer where no model is prepared; one process takes it, and lets it join its
                 model later.
 
+        Returns:
+            Optimizers by the id of a model that is to be prepared, and those of models that are prepared already.
+
         Raises:
             ConfigError: an optimizer's parameters are of no model, or in another optimizer, their model was prepared
                 for evaluation, or the strategy wants one optimizer for each model.
@@ -108,11 +102,31 @@ class Prepared:
         alone = {id(o): o for o in self.alone}
         bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)} | alone
         unbound = [optimizer for optimizer in bare.values() if not self.units_of(optimizer)]
-        staying = [prepared for prepared in self.units if prepared not in replaced]
-        may_be_alone = {*alone}
-        if not (is_distributed or models or staying):
-            may_be_alone.update(map(id, unbound))
-        return _pair(models, unbound, staying, capabilities, may_be_alone)
+        if not unbound:
+            return {id(model): [] for model in models}, []
+        new = [_Holder(model, {id(p): p for p in model.parameters()}) for model in models]
+        staying = [each for each in self.units if each not in replaced]
+        old = [
+            _Holder(each.unit.module, each.unit.known_parameters(), each, [*each.unit.optimizers]) for each in staying
+        ]
+        takes_all = not (is_distributed or models or staying)
+        to_bind: list[tuple[PreparedUnit, Optimizer]] = []
+        for optimizer in unbound:
+            for holder in _holders_of(optimizer, new + old, takes_all or id(optimizer) in alone):
+                holder.optimizers.append(optimizer)
+                if holder.prepared is None:
+                    continue
+                if holder.prepared.evaluation_only:  # its gradients would not be exchanged
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} holds parameters of {type(holder.model).__name__}, which was "
+                        "prepared for evaluation; pass both to one prepare() call to train it"
+                    )
+                to_bind.append((holder.prepared, optimizer))
+        for holder in new + old:
+            check_disjoint(holder.optimizers, holder.known)
+        if not capabilities.joint_optimizers:
+            _require_pairs(new + old)
+        return {id(holder.model): holder.optimizers for holder in new}, to_bind
 
     @property
     def alone(self) -> list[Optimizer]:
@@ -175,31 +189,6 @@ class _Holder:
     optimizers: list[Optimizer] = field(default_factory=list)
 
 
-def _pair(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    prepared: Sequence[PreparedUnit],
-    capabilities: Capabilities,
-    may_be_alone: Collection[int],
-) -> Pairing:
-    if not optimizers:
-        return Pairing({id(model): [] for model in models}, [])
-    new = [_Holder(model, {id(p): p for p in model.parameters()}) for model in models]
-    old = [_Holder(each.unit.module, each.unit.known_parameters(), each, [*each.unit.optimizers]) for each in prepared]
-    to_bind: list[tuple[PreparedUnit, Optimizer]] = []
-    for optimizer in optimizers:
-        for holder in _holders_of(optimizer, new + old, id(optimizer) in may_be_alone):
-            holder.optimizers.append(optimizer)
-            if holder.prepared is not None:
-                _require_training(holder.prepared, optimizer)
-                to_bind.append((holder.prepared, optimizer))
-    for holder in new + old:
-        check_disjoint(holder.optimizers, holder.known)
-    if not capabilities.joint_optimizers:
-        _require_pairs(new + old)
-    return Pairing({id(holder.model): holder.optimizers for holder in new}, to_bind)
-
-
 def _holders_of(optimizer: Optimizer, holders: list[_Holder], may_be_alone: bool) -> list[_Holder]:
     """Return the models of an optimizer's parameters, in the order of `holders`."""
     name, parameters = type(optimizer).__name__, parameters_of(optimizer)
@@ -210,9 +199,10 @@ def _holders_of(optimizer: Optimizer, holders: list[_Holder], may_be_alone: bool
     if not found:
         if may_be_alone:
             return []
+        shapes = [str(tuple(parameter.shape)) for parameter in parameters[:3]] + ["..."] * (len(parameters) > 3)
         raise ConfigError(
             f"{name} was prepared without its model: it steps {len(parameters)} parameters (of shapes "
-            f"{_describe_shapes(parameters)}), which are of no prepared model; pass both to one prepare() call, or "
+            f"{', '.join(shapes)}), which are of no prepared model; pass both to one prepare() call, or "
             "prepare the model first"
         )
     if others:
@@ -222,20 +212,6 @@ def _holders_of(optimizer: Optimizer, holders: list[_Holder], may_be_alone: bool
             "model that they are of to the same prepare() call, or build the optimizer without them"
         )
     return found
-
-
-def _describe_shapes(parameters: Sequence[Tensor]) -> str:
-    shapes = [str(tuple(parameter.shape)) for parameter in parameters[:3]]
-    return ", ".join([*shapes, "..."] if len(parameters) > 3 else shapes)
-
-
-def _require_training(prepared: PreparedUnit, optimizer: Optimizer) -> None:
-    """Refuse an optimizer for a model whose gradients would not be exchanged."""
-    if prepared.evaluation_only:
-        raise ConfigError(
-            f"{type(optimizer).__name__} holds parameters of {type(prepared.unit.module).__name__}, which was prepared "
-            "for evaluation; pass both to one prepare() call to train it"
-        )
 
 
 def _require_pairs(holders: list[_Holder]) -> None:
@@ -257,3 +233,36 @@ def _require_pairs(holders: list[_Holder]) -> None:
                     "or 'fsdp2'"
                 )
             taken[optimizer] = holder
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """Return the user's own model from whatever was put around it; a model that was never wrapped comes back as it is.
+
+    Args:
+        keep_fp32_wrapper: False also takes mixed precision off, and restores the model's own forward.
+        keep_torch_compile: keep the outermost wrapper of `torch.compile`, around the extracted model.
+        recursive: also unwrap the modules inside of the model, in place.
+    """
+    extracted = unwrap_module(model)
+    if recursive:
+        for module in list(extracted.modules()):
+            for name, child in list(module.named_children()):
+                setattr(module, name, unwrap_module(child))
+    if not keep_fp32_wrapper:
+        restore_forward(extracted)
+    if keep_torch_compile and is_compiled_module(model):
+        setattr(model, ORIGINAL_MODULE, extracted)
+        return model
+    return extracted
+
+
+def restore_forward(model: nn.Module) -> None:
+    """Take mixed precision off a model: ours, and a forward that its user replaced and kept as `_original_forward`."""
+    remove_autocast(model)
+    original = model.__dict__.pop("_original_forward", None)
+    if getattr(original, "__func__", None) is type(model).forward:
+        model.__dict__.pop("forward", None)
+    elif original is not None:
+        model.forward = original

@@ -17,7 +17,7 @@ from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler, DeepSpeedSchedulerWrapper
 from accel_trainer.accelerator.accumulation import AccumulationWindow, PreparedUnit
 from accel_trainer.accelerator.settings import AcceleratorSettings
-from accel_trainer.big_models.offloaded_state import is_offloaded
+from accel_trainer.big_models.dispatch import is_offloaded
 from accel_trainer.config import SchedulerSteps
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
@@ -38,15 +38,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """How the models of one call are to be prepared."""
+    """How the models of one call are to be prepared; models and optimizers are named by their id."""
 
     placements: Mapping[int, bool] = field(default_factory=dict)
-    """Whether a model is moved to the device, by its id."""
+    """Whether a model is moved to the device."""
     evaluation_only: bool = False
     micro_batch_size: int | None = None
     """Rows of one batch on one rank; None where no loader is prepared with the models."""
     schedules: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Numbers for the schedule of an engine's configuration, by the id of the optimizer that is scheduled."""
+    """Numbers for the schedule of an engine's configuration, of the optimizer that is scheduled."""
 
 
 def _of_kind(objects: Iterable[Any], kind: type[T]) -> list[T]:
@@ -61,9 +61,8 @@ class AcceleratorPreparing(AcceleratorSettings):
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders for this job; return them in the order they came.
 
-        A model may have several optimizers, and an optimizer the parameters of several models; they find each other
-        by the parameters. Collective: every rank calls it with the same objects. Other objects come back as they are,
-        prepared ones too.
+        Models and optimizers, several of either, find each other by the parameters. Collective: every rank calls it
+        with the same objects. Other objects come back as they are, prepared ones too.
 
         Args:
             device_placement: one flag per object; false leaves a model or a loader's batches where they are.
@@ -71,7 +70,10 @@ class AcceleratorPreparing(AcceleratorSettings):
         Raises:
             ConfigError: an object cannot be prepared as configured; nothing has been changed then.
         """
-        placements = self._placements(objects, device_placement)
+        flags = list(device_placement) if device_placement is not None else [self.device_placement] * len(objects)
+        if len(flags) != len(objects):
+            raise ConfigError(f"device_placement has {len(flags)} flags for {len(objects)} objects; give one for each")
+        placements = {id(item): flag for item, flag in zip(objects, flags, strict=True)}
         placeholders = self._build_placeholders(objects)
         given = [*_of_kind(objects, Optimizer), *_of_kind(objects, DummyOptim)]
         optimizers = {id(item): self._unwrap(placeholders.get(id(item), item)) for item in given}
@@ -91,13 +93,6 @@ class AcceleratorPreparing(AcceleratorSettings):
         results |= {id(item): self.prepare_scheduler(item) for item in _of_kind(objects, LRScheduler)}
         prepared = tuple(results.get(id(item), item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
-
-    def _placements(self, objects: Sequence[Any], device_placement: Sequence[bool] | None) -> dict[int, bool]:
-        """Return the flag of each object by its id."""
-        flags = list(device_placement) if device_placement is not None else [self.device_placement] * len(objects)
-        if len(flags) != len(objects):
-            raise ConfigError(f"device_placement has {len(flags)} flags for {len(objects)} objects; give one for each")
-        return {id(item): flag for item, flag in zip(objects, flags, strict=True)}
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -179,8 +174,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         """Return a loader that yields this rank's shard, on this rank's device. Collective for the first loader.
 
         Args:
-            slice_fn_for_dispatch: not called, and said so: with `dispatch_batches`, too, batches are collated for their
-                rank and never cut.
+            slice_fn_for_dispatch: not called, and said so.
         """
         if slice_fn_for_dispatch is not None:
             logger.warning_once("slice_fn_for_dispatch is not called: batches are collated for their rank, never cut")
@@ -266,48 +260,49 @@ class AcceleratorPreparing(AcceleratorSettings):
         """Return a loader over the same data that begins after `num_batches` batches of this rank."""
         return skip_loader_batches(dataloader, num_batches)
 
-    def _check_rollbacks(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse to train in a loop that is to go back to states without names of their own."""
-        naming = self.project_configuration.automatic_checkpoint_naming
-        if optimizers and not naming and self.nonfinite_guard and self.nonfinite_guard.roll_back:
+    def _prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], request: _Request
+    ) -> dict[int, nn.Module]:
+        """Prepare models that are not yet, once all of them are checked; return the models to call, by id."""
+        naming, guard = self.project_configuration.automatic_checkpoint_naming, self.nonfinite_guard
+        if optimizers and guard and guard.roll_back and not naming:
             raise ConfigError(
                 f"{self.resolved.describe('on_nonfinite')} goes back to the newest save_state() of the run, which "
                 "needs a name of its own; give Accelerator(project_dir=...) with "
                 "ProjectConfiguration(automatic_checkpoint_naming=True), or set on_nonfinite to skip_step"
             )
-
-    def _prepare_models(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], request: _Request
-    ) -> dict[int, nn.Module]:
-        """Prepare models that are not yet, once all of them are checked; return the models to call, by id."""
-        self._check_rollbacks(optimizers)
         found = {id(model): self._prepared.find(model) for model in models}
-        new = {id(m): m for m in models if _needs_preparing(found[id(m)], request)}
+        new = {
+            id(model): model
+            for model in models
+            if (unit := found[id(model)]) is None or (unit.evaluation_only and not request.evaluation_only)
+        }
         replaced = [unit for key, unit in found.items() if key in new and unit is not None]
-        pairing = self._prepared.pair(
+        by_model, to_bind = self._prepared.pair(
             list(new.values()),
             optimizers,
             replaced,
             self.strategy.capabilities,
             is_distributed=self.process.is_distributed,
         )
-        jobs = {key: self._build_job(model, pairing.by_model[key], request) for key, model in new.items()}
-        self._check_jobs(jobs.values())
+        jobs = {key: self._build_job(model, by_model[key], request) for key, model in new.items()}
+        for job in jobs.values():
+            self._check_as_given(job)
+            self.strategy.check(job, self.precision, self.process)
         # Before a model is prepared: a unit may find only now that it cannot take the optimizer.
-        for prepared, optimizer in pairing.to_bind:
+        for prepared, optimizer in to_bind:
             prepared.unit.bind_optimizer(optimizer)
         self._prepared.drop(replaced)
         if new:
             PROGRESS.begin()
-        called = {id(model): _wrapper_of(model, found[id(model)]) for model in models}
+        # The user's own model leads to its wrapper; a wrapper, compiled or not, is returned as it is.
+        called = {
+            id(model): unit.unit.model if (unit := found[id(model)]) and model is unit.unit.module else model
+            for model in models
+        }
         called |= {key: self._prepare_job(job) for key, job in jobs.items()}
         self._prepared.join()
         return called
-
-    def _check_jobs(self, jobs: Iterable[TrainJob]) -> None:
-        for job in jobs:
-            self._check_as_given(job)
-            self.strategy.check(job, self.precision, self.process)
 
     def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
         """Return the rows that one rank takes at a time, the fewest of several loaders; None without any."""
@@ -356,12 +351,3 @@ def _mapped_devices(model: nn.Module, own: torch.device) -> set[str]:
     spread = getattr(model, "hf_device_map", None) or {}
     named = (f"{own.type}:{device}" if isinstance(device, int) else str(device) for device in spread.values())
     return {f"{name}:0" if name == own.type and own.index is not None else name for name in named}
-
-
-def _needs_preparing(found: PreparedUnit | None, request: _Request) -> bool:
-    return found is None or (found.evaluation_only and not request.evaluation_only)
-
-
-def _wrapper_of(model: nn.Module, found: PreparedUnit | None) -> nn.Module:
-    """Return the wrapper of the user's own model; a wrapper, compiled or not, is returned as it is."""
-    return found.unit.model if found is not None and model is found.unit.module else model

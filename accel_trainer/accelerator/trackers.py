@@ -13,6 +13,7 @@ from torch import Tensor, profiler
 
 from accel_trainer import logging
 from accel_trainer.accelerator.settings import AcceleratorSettings
+from accel_trainer.accelerator.shared_state import Forwarded
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.kwargs import ProfileKwargs, ProjectConfiguration
 from accel_trainer.registry import installed_trackers, load_tracker, tracker_names
@@ -212,15 +213,10 @@ class AcceleratorTracking(AcceleratorSettings):
 
     _trackers: Trackers
 
-    @property
-    def log_with(self) -> list[GeneralTracker | type[GeneralTracker]]:
-        """Trackers that `init_trackers` opens."""
-        return self._trackers.chosen
-
-    @property
-    def trackers(self) -> list[GeneralTracker]:
-        """Open trackers that this rank logs to."""
-        return self._trackers.opened
+    log_with = Forwarded[list[GeneralTracker | type[GeneralTracker]]]("_trackers.chosen")
+    """Trackers that `init_trackers` opens."""
+    trackers = Forwarded[list[GeneralTracker]]("_trackers.opened")
+    """Open trackers that this rank logs to."""
 
     def init_trackers(
         self,
@@ -228,9 +224,7 @@ class AcceleratorTracking(AcceleratorSettings):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open a run with every tracker of `log_with`. Collective: every rank calls it.
-
-        A tracker that cannot be reached is left out with a warning; later calls find its place empty.
+        """Open a run with every tracker of `log_with`, but those that cannot be reached, with a warning. Collective.
 
         Args:
             project_name: of the project or experiment that the run belongs to.
@@ -254,15 +248,12 @@ class AcceleratorTracking(AcceleratorSettings):
 
         Args:
             values: by name; tensors of one element become numbers, which waits for the device.
-            step: the update that they belong to.
             log_kwargs: further arguments by tracker: `{"wandb": {"commit": False}}`.
         """
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker called `name`; on ranks that do not log, one that does nothing.
-
-        Its own methods raise their errors: only `Accelerator.log` turns failures into warnings.
+        """Return the tracker called `name`, whose methods raise; on ranks that do not log, one that does nothing.
 
         Args:
             unwrap: return the library's own run object instead, None on ranks that do not log.
@@ -275,11 +266,7 @@ class AcceleratorTracking(AcceleratorSettings):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profiler.profile]:
-        """Record the operations of a block, and yield torch's profiler. Collective at its end, unless it raises.
-
-        Args:
-            profile_handler: options of the trace; without it, those in `kwargs_handlers`.
-        """
+        """Record a block with torch's profiler, by default as `kwargs_handlers` says. Collective at its end."""
         handler = self._options.profile if profile_handler is None else profile_handler
         with handler.build(self.process.rank) as recorder:
             yield recorder
@@ -288,10 +275,7 @@ class AcceleratorTracking(AcceleratorSettings):
             dist.barrier()
 
     def end_training(self) -> None:
-        """Close the trackers, wait for every rank, and leave the process group. Collective; a script's last call.
-
-        A background save is waited for, and its error raised.
-        """
+        """Finish a background save, whose error is raised, and the trackers; leave the job. Collective, at the end."""
         self._checkpointer.close()
         self._trackers.finish()
         if not self._data_config.split_batches:

@@ -47,23 +47,18 @@ def get_max_memory(max_memory: Mapping[Place, int | str] | None = None) -> dict[
     """
     if max_memory is None:
         return _free_memory()
-    _check_places(max_memory)
-    numbers = sorted(place for place in max_memory if isinstance(place, int))
-    ordered: list[Place] = [*numbers, *(place for place in _HOST if place in max_memory)]
-    return {place: convert_file_size_to_int(max_memory[place]) for place in ordered}
-
-
-def _check_places(max_memory: Iterable[Place]) -> None:
-    """Refuse keys that are no places, and warn of accelerators that are not there."""
     unknown = [place for place in max_memory if not isinstance(place, int) and place not in _HOST]
     if unknown:
         raise ConfigError(
             f"max_memory has {unknown[0]!r}; expected numbers of accelerators, 'mps', 'cpu' or 'disk' for its keys"
         )
     count = torch.accelerator.device_count()
-    for number in sorted(place for place in max_memory if isinstance(place, int)):
+    numbers = sorted(place for place in max_memory if isinstance(place, int))
+    for number in numbers:
         if not 0 <= number < count:
             logger.warning("max_memory names device %s, and this machine has %s accelerator(s)", number, count)
+    ordered: list[Place] = [*numbers, *(place for place in _HOST if place in max_memory)]
+    return {place: convert_file_size_to_int(max_memory[place]) for place in ordered}
 
 
 def _free_memory() -> dict[Place, int]:
@@ -95,12 +90,10 @@ def get_balanced_memory(
     special_dtypes: DTypes | None = None,
     low_zero: bool = False,
 ) -> dict[Place, int]:
-    """Return a `max_memory` with which `infer_auto_device_map` fills all accelerators about alike.
+    """Return a `max_memory` with which `infer_auto_device_map`, whose arguments these are, fills accelerators alike.
 
     Args:
         max_memory: bounds, as of `get_max_memory`; a device with 0 takes no part. The last accelerator keeps its own.
-        no_split_module_classes: names of classes whose modules stay on one device.
-        dtype: which floating-point tensors are going to be converted to; `special_dtypes` by name.
         low_zero: leave as much as possible of the first accelerator free.
     """
     bounds = get_max_memory(max_memory)
@@ -124,10 +117,7 @@ def get_balanced_memory(
 
 
 def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: Sequence[str]) -> int:
-    """Return how much more than its mean share a device gets: layers do not fill one to the brim.
-
-    A fourth more than the larger of the first block that stays together, of each class, and the mean layer.
-    """
+    """Return how much more than its mean share a device gets: layers do not fill one to the brim."""
     blocks: dict[str, int] = {}
     for name, module in model.named_modules():
         if name in sizes and name and type(module).__name__ in no_split:
@@ -135,6 +125,7 @@ def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: Sequence[str]) 
     tensors = set(get_module_leaves(sizes))
     layers = get_module_leaves(name for name in sizes if name not in tensors)
     mean = sum(sizes[name] for name in layers) // max(len(layers), 1)
+    # A fourth more than the larger of the first block that stays together, of each class, and the mean layer.
     return int(1.25 * max(mean, *blocks.values(), 0))
 
 
@@ -147,10 +138,7 @@ def get_module_size_with_ties(
 ) -> tuple[int, list[str], list[Any]]:
     """Return the bytes of a module with the modules that its tied parameters bring along, their names, and themselves.
 
-    Args:
-        tied_params: names outside of the module of parameters that it has, too.
-        module_size: its own bytes, which count the shared values.
-        modules_to_treat: the entries that have no device yet; a tied parameter in none of them brings nothing.
+    `tied_params` are names outside of the module. One in none of `modules_to_treat` brings nothing along.
     """
     names, modules, total = [], [], module_size
     for parameter in tied_params:
@@ -320,20 +308,14 @@ def infer_auto_device_map(
 
     Modules keep their order, so that activations cross devices as seldom as possible, and names of a tied parameter
     come together. The first accelerator and the host keep room for the largest layer behind them. Only sizes are read:
-    the model may be on the meta device.
+    the model may be on the meta device. `max_memory` is as of `get_max_memory`.
 
     Args:
-        max_memory: as of `get_max_memory`.
         no_split_module_classes: names of classes whose modules stay on one device: blocks with a residual connection.
         dtype: which floating-point tensors are going to be converted to; `special_dtypes` by name.
-        verbose: print each decision.
         clean_result: name a module once where all that is in it goes to one device.
         offload_buffers: buffers of offloaded modules are offloaded too, and take no room on an accelerator.
-        fallback_allocation: where the next module does not fit on a device that is still empty, take a later one that
-            does.
-
-    Raises:
-        ConfigError: `max_memory` cannot be read.
+        fallback_allocation: where the next module does not fit on an empty device, take a later one that does.
     """
     budget = get_max_memory(max_memory)
     sizes = compute_module_sizes(model, dtype, special_dtypes)
@@ -377,11 +359,7 @@ def _warn_of_buffers(allocation: _Allocation, dtype: DType | None, special_dtype
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Name a module once where all that is in it goes to one device; in place, and returned.
-
-    Args:
-        module_name: only what is inside of this module.
-    """
+    """Name a module, inside of `module_name`, once where all in it goes to one device; in place, and returned."""
     inside = {name: place for name, place in device_map.items() if not module_name or _is_inside(name, module_name)}
     if len(inside) > 1 and len(set(inside.values())) == 1:
         kept = {name: place for name, place in device_map.items() if name not in inside}

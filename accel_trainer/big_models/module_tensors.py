@@ -23,11 +23,7 @@ TiedTensors = dict[int, dict[Any, Tensor]]
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a module and then its buffers, by name; a tied one once.
-
-    Args:
-        remove_non_persistent: leave out the buffers that are in no state dict.
-    """
+    """Yield the parameters of a module and then its buffers, by name; a tied one once."""
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
         left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
@@ -35,12 +31,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of the buffers that are in no state dict.
-
-    Args:
-        recurse: those of all modules inside, too.
-        fqns: full names, from `module` on; otherwise the last word of each, which several may share.
-    """
+    """Return the names of the buffers that are in no state dict, full ones with `fqns`, else the last word of each."""
     owners = module.named_modules() if recurse else [("", module)]
     return {
         f"{owner}.{name}" if fqns and owner else name
@@ -62,11 +53,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def find_registry(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Return the dict in which the tensor `name` stands, and its key there.
-
-    Raises:
-        ConfigError: there is no such parameter or buffer.
-    """
+    """Return the dict in which the tensor `name` stands, and its key there; a ConfigError where there is none."""
     owner, _, leaf = name.rpartition(".")
     try:
         registry = tensor_registry(module.get_submodule(owner), leaf)
@@ -109,9 +96,7 @@ def set_module_tensor_to_device(
         value: what it holds from now on; needed where it has no memory yet.
         dtype: of floating-point values; None is that of the old tensor.
         fp16_statistics: the attribute `SCB` of an int8 weight of bitsandbytes.
-        tied_params_map: tied tensors that already are on a device, by the address of their values: taken from there,
-            and added to it.
-        non_blocking: do not wait for a copy to an accelerator.
+        tied_params_map: tied tensors that already are on a device, by the address of their values: read and added to.
         clear_cache: return unused memory of an accelerator to it afterwards.
 
     Raises:
@@ -128,7 +113,9 @@ def set_module_tensor_to_device(
             registry[leaf] = shared[device]
             return
     source = _values_for(tensor_name, value, old, target)
-    wanted = _wanted_dtype(source, old, dtype)
+    wanted = source.dtype if old is None else old.dtype
+    if dtype is not None:
+        wanted = as_dtype(dtype) if source.is_floating_point() or source.is_complex() else source.dtype
     if value is None and target == source.device and wanted == source.dtype:
         return
     with torch.no_grad():
@@ -161,12 +148,6 @@ def _values_for(name: str, value: Any, old: Tensor | None, target: torch.device)
             "give the weights of a model of this configuration"
         )
     return source
-
-
-def _wanted_dtype(source: Tensor, old: Tensor | None, dtype: str | torch.dtype | None) -> torch.dtype:
-    if dtype is None:
-        return source.dtype if old is None else old.dtype
-    return as_dtype(dtype) if source.is_floating_point() or source.is_complex() else source.dtype
 
 
 logger = logging.get_logger(__name__)

@@ -21,6 +21,7 @@ from accel_trainer.accelerator.gathering import (
     synchronize_rng_states,
     wait_for_everyone,
 )
+from accel_trainer.accelerator.prepared import extract_model_from_parallel
 from accel_trainer.accelerator.shared_state import DistributedType
 from accel_trainer.accelerator.single_files import (
     clean_state_dict_for_safetensors,
@@ -32,7 +33,6 @@ from accel_trainer.accelerator.single_files import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
-from accel_trainer.accelerator.unwrapping import extract_model_from_parallel
 from accel_trainer.big_models.alignment import align_module_device, has_offloaded_params
 from accel_trainer.big_models.device_map import (
     check_device_map,
@@ -43,7 +43,13 @@ from accel_trainer.big_models.device_map import (
     get_module_size_with_ties,
     infer_auto_device_map,
 )
-from accel_trainer.big_models.dispatch import load_checkpoint_and_dispatch
+from accel_trainer.big_models.dispatch import (
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    load_checkpoint_and_dispatch,
+    load_offloaded_weights,
+    load_state_dict,
+)
 from accel_trainer.big_models.module_tensors import (
     check_device_same,
     check_tied_parameters_in_config,
@@ -54,12 +60,6 @@ from accel_trainer.big_models.module_tensors import (
     named_module_tensors,
     retie_parameters,
     set_module_tensor_to_device,
-)
-from accel_trainer.big_models.offloaded_state import (
-    get_state_dict_from_offload,
-    get_state_dict_offloaded_model,
-    load_offloaded_weights,
-    load_state_dict,
 )
 from accel_trainer.big_models.sizes import (
     CustomDtype,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accel_trainer import Accelerator
-from accel_trainer.accelerator.replica_check import ReplicaCheck
+from accel_trainer.accelerator.accelerated_optimizer import ReplicaCheck
 from accel_trainer.errors import DesyncError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS

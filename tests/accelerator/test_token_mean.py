@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_trainer import Accelerator
-from accel_trainer.accelerator.token_mean import TokenWindow
+from accel_trainer.accelerator.accumulation import TokenWindow
 from accel_trainer.errors import ConfigError
 from tests.ranks import preload, run_ranks
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from accel_trainer.accelerator.unwrapping import extract_model_from_parallel
+from accel_trainer.accelerator.prepared import extract_model_from_parallel
 from accel_trainer.precision import convert_outputs_to_fp32
 from accel_trainer.runtime.model_wrappers import (
     get_model_tp_size,
