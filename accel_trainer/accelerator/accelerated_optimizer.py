@@ -187,11 +187,7 @@ class AcceleratedOptimizer(Optimizer):
         self.prepared[0].unit.zero_grad(set_to_none, optimizer=self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters of the prepared models.
-
-        Raises:
-            ConfigError: the optimizer is an engine's, which has laid out its parameters.
-        """
+        """Add a group of parameters of the prepared models; a ConfigError where an engine has laid them out."""
         if any(prepared.unit.fixes_parameters for prepared in self.prepared):
             raise ConfigError(
                 f"{type(self.optimizer).__name__} is in an engine, which trains the parameters that it was built with; "
@@ -246,11 +242,7 @@ class ReplicaCheck:
         self._pending: tuple[int, dict[str, str], list[str], Tensor] | None = None
 
     def compare(self, optimizers: Iterable[AcceleratedOptimizer], loss_scale: float | None, section: str) -> None:
-        """Raise unless all ranks have the same. Collective; waits for the device.
-
-        Raises:
-            DesyncError: on every rank; two ranks and their values are named.
-        """
+        """Raise a DesyncError on every rank unless all have the same. Collective; waits for the device."""
         facts = {"the number of updates": str(PROGRESS.updates)}
         if loss_scale is not None:
             facts["the loss scale"] = f"{loss_scale:g}"
@@ -262,11 +254,7 @@ class ReplicaCheck:
             _raise(f"{section}: {difference}. Nothing of it was saved")
 
     def note_update(self, optimizer: AcceleratedOptimizer) -> None:
-        """Post this rank's facts before every 64th update; those of an accelerator at the next time.
-
-        Raises:
-            DesyncError: ranks have differed.
-        """
+        """Post this rank's facts before an update, those of an accelerator at the next time; raise what was found."""
         watch = current_watch()
         if watch is None:
             return

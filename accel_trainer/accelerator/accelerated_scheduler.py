@@ -87,11 +87,7 @@ class AcceleratedScheduler(LRScheduler):
         return {**self.scheduler.state_dict(), _STEPS: self.steps_per_update}
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that was saved with other steps in an update, and cannot go on with those of this run.
-
-        Raises:
-            IncompatibleCheckpointError: a part of its length is in the state, and a part in this run's functions.
-        """
+        """Refuse a state that was saved with other steps in an update, and cannot go on with those of this run."""
         saved = state_dict.get(_STEPS, self.steps_per_update)
         if saved == self.steps_per_update or _holds_length(state_dict) == {True}:
             return
@@ -144,12 +140,10 @@ class AcceleratedScheduler(LRScheduler):
         # An epoch's last update may lack batches of some processes.
         if 0 <= self.last_epoch * num_processes - length <= max(num_processes, length // 50):
             logger.warning(
-                "a schedule of %d steps ends after %d, the updates of this run on %d processes: it seems to count a "
-                "step for each process, as accelerate does. Size it in updates (len(loader) after prepare()), or set "
-                "scheduler_steps=per_process (--scheduler_steps, ACCEL_TRAINER_SCHEDULER_STEPS, or the file)",
-                length,
-                self.last_epoch,
-                num_processes,
+                f"a schedule of {length} steps ends after {self.last_epoch}, the updates of this run on "
+                f"{num_processes} processes: it seems to count a step for each process, as accelerate does. Size it in "
+                "updates (len(loader) after prepare()), or set scheduler_steps=per_process (--scheduler_steps, "
+                "ACCEL_TRAINER_SCHEDULER_STEPS, or the file)"
             )
 
 
@@ -158,10 +152,8 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
 
 
 def _holds_length(state: Mapping[str, Any]) -> set[bool]:
-    """Whether a schedule's state brings its length along, for each schedule that it is made of.
-
-    The functions of a LambdaLR stay outside, but for the attributes of callable objects.
-    """
+    """Whether a schedule's state brings its length along, for each schedule that it is made of."""
+    # The functions of a LambdaLR stay outside of it, but for the attributes of callable objects.
     if nested := state.get("_schedulers"):
         return set().union(*map(_holds_length, nested))
     return {bool(each) for each in state["lr_lambdas"]} if "lr_lambdas" in state else {True}

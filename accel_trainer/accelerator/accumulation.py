@@ -47,12 +47,7 @@ class AccumulationWindow:
             raise ConfigError(f"gradient_accumulation_steps={self.num_steps} must be 1 or more")
 
     def advance(self, remaining: int | None, ends_data: bool) -> None:
-        """Begin a micro-batch.
-
-        Args:
-            remaining: batches the loader still has, the current one included; None when it is not known.
-            ends_data: whether the current batch is the loader's last.
-        """
+        """Begin a micro-batch; `remaining` batches of the loader include it, None when their number is not known."""
         self.held = 1 if self.is_last else self.held + 1
         if self.num_steps == 1:
             self.divisor, self.is_last = 1, True
@@ -115,11 +110,7 @@ class TokenWindow:
         return self._divisor
 
     def add(self, num_tokens: Tensor, divisor: Tensor) -> None:
-        """Count a loss that its backward follows.
-
-        Raises:
-            ConfigError: the window was begun with a loss of other models, divided by another number.
-        """
+        """Count a loss that its backward follows."""
         if self.is_open and divisor is not self._divisor:
             raise ConfigError(
                 "global_token_mean() was called for other models than before in this accumulation window; models that "
@@ -148,13 +139,7 @@ class TokenWindow:
         self.drop()
 
     def close(self) -> Tensor:
-        """End the window; return the factor for its gradients: scalar, fp32.
-
-        Collective: one all-reduce of a number.
-
-        Raises:
-            ConfigError: other losses took part in the window, too.
-        """
+        """End the window; return the factor for its gradients: scalar, fp32. Collective: one all-reduce of a number."""
         assert self._count is not None
         assert self._divisor is not None
         if self._num_others:
@@ -219,11 +204,8 @@ class PreparedUnit:
 
     @property
     def may_drop_gradients(self) -> bool:
-        """Whether zeroing gradients now loses none that the window still needs.
-
-        Loops zero either before the forward or after the step: on the first micro-batch before its backward, or on the
-        last one after it.
-        """
+        """Whether zeroing gradients now loses none that the window still needs."""
+        # Loops zero before the forward or after the step: of a window's first micro-batch, or of its last.
         window = self.window
         if window.num_steps == 1 or window.held == 0:
             return True
@@ -237,20 +219,14 @@ class PreparedUnit:
             self.corrected &= not self.tokens.is_open
 
     def drop_tokens(self) -> None:
-        """Forget the tokens of gradients that one of the optimizers is about to drop.
-
-        The other optimizers of the model may still step with theirs, which are scaled to the mean before.
-        """
+        """Forget the tokens of gradients that one of the optimizers is about to drop."""
         if self.tokens is not None:
             if self.tokens.is_open and len(self.unit.optimizers) > 1:
-                self.finish_window()
+                self.finish_window()  # the others may still step with theirs
             self.tokens.drop()
 
     def finish_window(self) -> None:
-        """Scale the gradients to the mean over the window's micro-batches; once, before they are used.
-
-        Collective where losses were weighed by tokens.
-        """
+        """Scale the gradients, once, to the mean over the window's micro-batches. Collective if weighed by tokens."""
         if self.tokens is not None and self.tokens.is_open:
             self.unit.scale_gradients(self.tokens.close())
             self.corrected = True
@@ -269,12 +245,7 @@ class OpenWindows:
     """The accumulation windows of the prepared models, for `save_state` and `load_state`."""
 
     def __init__(
-        self,
-        prepared: Sequence[PreparedUnit],
-        process: ProcessContext,
-        readers: ProcessContext,
-        *,
-        is_sharded: bool,
+        self, prepared: Sequence[PreparedUnit], process: ProcessContext, readers: ProcessContext, *, is_sharded: bool
     ) -> None:
         self._prepared = prepared
         self._process = process
@@ -282,10 +253,7 @@ class OpenWindows:
         self._is_sharded = is_sharded
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return this rank's gradients of the windows that are open; None where all are closed.
-
-        Collective where parameters are sharded.
-        """
+        """Return this rank's gradients of open windows; None if all are closed. Collective where they are sharded."""
         if not any(prepared.window.is_open for prepared in self._prepared):
             return None
         return {"units": [_save(prepared) for prepared in self._prepared], "reader": self._readers.rank}
@@ -293,20 +261,18 @@ class OpenWindows:
     def plan_load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> Callable[[], None]:
         """Check that saved windows fit, and return a function that opens them; one that closes all without a reader.
 
-        Ranks do not communicate.
-
-        Args:
-            read: returns the saved state of a rank.
-            num_ranks: how many ranks there were.
-
-        Raises:
-            IncompatibleCheckpointError: windows have another size in this run, and none of its micro-batches ends
-                where the state was saved.
+        Ranks do not communicate. `read` returns the saved state of one of the `num_ranks` ranks that there were.
         """
-        if read is not None:
-            for prepared, saved in zip(self._prepared, read(0)["units"], strict=True):
-                if saved is not None:
-                    _check_size(prepared, saved)
+        if read is None:
+            return partial(self._load, read, num_ranks)
+        for prepared, saved in zip(self._prepared, read(0)["units"], strict=True):
+            num_steps = prepared.window.num_steps
+            if saved is not None and saved["held"] * num_steps % saved["num_steps"]:
+                raise IncompatibleCheckpointError(
+                    f"the state was saved after {saved['held']} of {saved['num_steps']} micro-batches of an update, "
+                    f"and this run takes {num_steps} for one: none of them ends there. Use "
+                    f"gradient_accumulation_steps={saved['num_steps']}, or save where sync_gradients is true"
+                )
         return partial(self._load, read, num_ranks)
 
     def _load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> None:
@@ -315,7 +281,10 @@ class OpenWindows:
         units = [None] * len(self._prepared) if read is None else read(0)["units"]
         for index, (prepared, saved) in enumerate(zip(self._prepared, units, strict=True)):
             if read is None or saved is None:
-                _close(prepared)
+                if prepared.window.is_open:  # this run's gradients belong to another state
+                    prepared.window.is_last = True
+                    prepared.unit.zero_grad()
+                    prepared.drop_tokens()
                 continue
             ranks = [self._process.rank] if is_own and not saved["is_mean"] else range(num_ranks)
             _open(prepared, [read(rank)["units"][index] for rank in ranks])
@@ -333,11 +302,10 @@ def _save(prepared: PreparedUnit) -> dict[str, Any] | None:
     held = prepared.unit.held_gradients()
     if held is None:
         logger.warning(
-            "the state is saved after %d of %d micro-batches of an update, and the engine of %s keeps their gradients "
-            "to itself: a run that goes on from it begins an update with its first batch. Save where sync_gradients is "
-            "true",
-            window.held, window.num_steps, type(prepared.unit.module).__name__,
-        )  # fmt: skip
+            f"the state is saved after {window.held} of {window.num_steps} micro-batches of an update, and the engine "
+            f"of {type(prepared.unit.module).__name__} keeps their gradients to itself: a run that goes on from it "
+            "begins an update with its first batch. Save where sync_gradients is true"
+        )
         return None
     return {
         "held": window.held,
@@ -347,15 +315,6 @@ def _save(prepared: PreparedUnit) -> dict[str, Any] | None:
         "gradients": held.by_name,
         "tokens": None if prepared.tokens is None else prepared.tokens.state_dict(),
     }
-
-
-def _check_size(prepared: PreparedUnit, saved: Mapping[str, Any]) -> None:
-    if saved["held"] * prepared.window.num_steps % saved["num_steps"]:
-        raise IncompatibleCheckpointError(
-            f"the state was saved after {saved['held']} of {saved['num_steps']} micro-batches of an update, and this "
-            f"run takes {prepared.window.num_steps} for one: none of them ends there. Use "
-            f"gradient_accumulation_steps={saved['num_steps']}, or save where sync_gradients is true"
-        )
 
 
 def _open(prepared: PreparedUnit, states: Sequence[Mapping[str, Any]]) -> None:
@@ -380,18 +339,6 @@ def _open(prepared: PreparedUnit, states: Sequence[Mapping[str, Any]]) -> None:
 
 def _sum(stored: Sequence[Stored], weight: float, box: Box) -> Tensor:
     """Return the weighed sum of the gradients in a box."""
-    total: Tensor | None = None
-    for each in stored:
-        values = each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each(box)
-        values = values if weight == 1.0 else values * weight
-        total = values if total is None else total + values
-    assert total is not None
-    return total
-
-
-def _close(prepared: PreparedUnit) -> None:
-    """Drop the gradients of this run's window: they belong to another state."""
-    if prepared.window.is_open:
-        prepared.window.is_last = True
-        prepared.unit.zero_grad()
-        prepared.drop_tokens()
+    values = (each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each(box) for each in stored)
+    first, *rest = (value if weight == 1.0 else value * weight for value in values)
+    return sum(rest, first)

@@ -44,9 +44,8 @@ class AcceleratorGathering(AcceleratorSettings):
         if is_uneven and pad_index is None and not as_samples:
             # A value that a rank computed from its batch has as many rows as that batch.
             return gather_unknown_rows(tensor, self.process)
-        return collectives.gather(
-            tensor, self.process, debug=self.config.debug, pad_index=pad_index, as_samples=as_samples
-        )
+        debug = self.config.debug
+        return collectives.gather(tensor, self.process, debug=debug, pad_index=pad_index, as_samples=as_samples)
 
     def gather_object(self, item: Any) -> Any:
         """Collect any picklable object from all ranks. Collective."""
@@ -190,8 +189,8 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
     if generator is None and rng_type is None:
         raise ConfigError("synchronize_rng_state got neither rng_type nor generator; give one of them")
     if generator is None:
-        return synchronize_rng_states([rng_type or ""])
-    if process.is_distributed:
+        synchronize_rng_states([rng_type or ""])
+    elif process.is_distributed:
         generator.set_state(collectives.broadcast_object(generator.get_state(), process))
 
 

@@ -109,8 +109,7 @@ class _MadeByHand(type):
     is_dispatched: bool | None
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        is_loader = isinstance(instance, PreparedDataLoader)
-        return is_loader and cls.is_dispatched in (None, instance.dispatches)
+        return isinstance(instance, PreparedDataLoader) and cls.is_dispatched in (None, instance.dispatches)
 
 
 def _prepare(

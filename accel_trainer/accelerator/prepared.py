@@ -89,15 +89,10 @@ class Prepared:
         Args:
             models: those that are to be prepared.
             replaced: units whose models are among them.
-            is_distributed: refuse an optimizer where no model is prepared; one process takes it, and lets it join its
-                model later.
+            is_distributed: refuse an optimizer where no model is prepared; one process lets it join its model later.
 
         Returns:
             Optimizers by the id of a model that is to be prepared, and those of models that are prepared already.
-
-        Raises:
-            ConfigError: an optimizer's parameters are of no model, or in another optimizer, their model was prepared
-                for evaluation, or the strategy wants one optimizer for each model.
         """
         alone = {id(o): o for o in self.alone}
         bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)} | alone
@@ -251,18 +246,14 @@ def extract_model_from_parallel(
             for name, child in list(module.named_children()):
                 setattr(module, name, unwrap_module(child))
     if not keep_fp32_wrapper:
-        restore_forward(extracted)
+        remove_autocast(extracted)
+        # A forward that its user replaced, and kept under the name that accelerate gives it.
+        original = extracted.__dict__.pop("_original_forward", None)
+        if getattr(original, "__func__", None) is type(extracted).forward:
+            extracted.__dict__.pop("forward", None)
+        elif original is not None:
+            extracted.forward = original
     if keep_torch_compile and is_compiled_module(model):
         setattr(model, ORIGINAL_MODULE, extracted)
         return model
     return extracted
-
-
-def restore_forward(model: nn.Module) -> None:
-    """Take mixed precision off a model: ours, and a forward that its user replaced and kept as `_original_forward`."""
-    remove_autocast(model)
-    original = model.__dict__.pop("_original_forward", None)
-    if getattr(original, "__func__", None) is type(model).forward:
-        model.__dict__.pop("forward", None)
-    elif original is not None:
-        model.forward = original

@@ -80,9 +80,11 @@ class AcceleratorPreparing(AcceleratorSettings):
         dummies = _of_kind(objects, DummyScheduler)
         # Before a model is prepared: an error in a loader leaves everything as it was.
         loaders = {id(item): self._build_loader(item, placements[id(item)]) for item in _of_kind(objects, DataLoader)}
+        sizes = [loader.batch_size for loader in _of_kind(objects, DataLoader) if loader.batch_size is not None]
+        ranks = self.readers.world_size if self._data_config.split_batches else 1
         request = _Request(
             placements,
-            micro_batch_size=self._micro_batch_size(_of_kind(objects, DataLoader)),
+            micro_batch_size=max(1, min(sizes) // ranks) if sizes else None,
             schedules={id(optimizers.get(id(each.optimizer), each.optimizer)): each.numbers for each in dummies},
         )
         results: dict[int, Any] = {}
@@ -218,15 +220,14 @@ class AcceleratorPreparing(AcceleratorSettings):
 
     def _check_as_given(self, job: TrainJob) -> None:
         """Refuse a model that FSDP1 wraps, that is spread over devices, or that cannot be trained where it is."""
-        model, own = job.model, self.process.device
+        model, own, name = job.model, self.process.device, type(job.model).__name__
         if flattens_parameters(model):
             raise ConfigError(
-                f"{type(model).__name__} is wrapped by torch.distributed.fsdp.FullyShardedDataParallel (FSDP1), which "
+                f"{name} is wrapped by torch.distributed.fsdp.FullyShardedDataParallel (FSDP1), which "
                 "FSDP2 has replaced and whose flat parameters would be wrapped once more here; give prepare() the bare "
                 "model, and shard it with strategy 'fsdp2' (FullyShardedDataParallelPlugin takes FSDP1's options)"
             )
-        name, is_spread = type(model).__name__, self.verify_device_map(model)
-        if is_spread and self.process.is_distributed:
+        if self.process.is_distributed and self.verify_device_map(model):
             raise ConfigError(
                 f"{name} was loaded with a device_map that spreads it over several devices, and every process has one "
                 f"device, here {own}; load it without device_map, and shard it with strategy 'fsdp2' where it does not "
@@ -238,12 +239,8 @@ class AcceleratorPreparing(AcceleratorSettings):
                 "would update copies; load the model without offloading, and shard it with strategy 'fsdp2' where it "
                 "does not fit"
             )
-        if any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
-            self._check_quantized(model)
-
-    def _check_quantized(self, model: nn.Module) -> None:
-        """Refuse to train a quantized model whose layers are not on this process's device."""
-        name, own = type(model).__name__, self.process.device
+        if not any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
+            return
         devices = _mapped_devices(model, own)
         if "disk" in devices or ("cpu" in devices and own.type != "cpu"):
             raise ConfigError(
@@ -303,12 +300,6 @@ class AcceleratorPreparing(AcceleratorSettings):
         called |= {key: self._prepare_job(job) for key, job in jobs.items()}
         self._prepared.join()
         return called
-
-    def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
-        """Return the rows that one rank takes at a time, the fewest of several loaders; None without any."""
-        sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
-        ranks = self.readers.world_size if self._data_config.split_batches else 1
-        return max(1, min(sizes) // ranks) if sizes else None
 
     def _build_job(self, model: nn.Module, optimizers: list[Optimizer], request: _Request) -> TrainJob:
         return TrainJob(

@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from enum import Enum
@@ -153,17 +153,13 @@ class ProcessView:
         finally:
             self.wait_for_everyone()
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Run a block on rank 0, then on the others. Collective: every rank enters it."""
-        with self._goes_first(self.is_main_process):
-            yield
+        return self._goes_first(self.is_main_process)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Run a block on the first rank of each node, then on the others. Collective: every rank enters it."""
-        with self._goes_first(self.is_local_main_process):
-            yield
+        return self._goes_first(self.is_local_main_process)
 
     def _only_if(self, wanted: bool, function: F) -> F:
         @functools.wraps(function)

@@ -80,12 +80,11 @@ class Trackers:
         options: Mapping[str, Any],
         config: Mapping[str, Any] | None,
     ) -> None:
+        tracker: Any = choice
         try:
             # Trackers that are written for other libraries open their run when they are made.
             if isinstance(choice, type):
                 tracker = _make(choice, project_name, self._project.logging_dir, options)
-            else:
-                tracker = choice
             tracker.start()
         except (TypeError, ValueError, ImportError):
             raise
@@ -103,10 +102,7 @@ class Trackers:
         if self.chosen and not self._is_open:
             logger.warning_once("log() was called before init_trackers(): nothing is stored")
         if self.opened:
-            plain = {
-                key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-                for key, value in values.items()
-            }
+            plain = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in values.items()}
             for tracker in self.opened:
                 self._call(tracker, "log", dict(plain), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
@@ -139,11 +135,8 @@ class Trackers:
         if tracker.name not in self._failed:
             self._failed.add(tracker.name)
             logger.warning(
-                "tracker %r failed in %s, and the training goes on; further failures are not reported: %s: %s",
-                tracker.name,
-                method,
-                type(error).__name__,
-                redact(str(error), self._secrets),
+                f"tracker {tracker.name!r} failed in {method}, and the training goes on; further failures are not "
+                f"reported: {type(error).__name__}: {redact(str(error), self._secrets)}",
                 main_process_only=False,
             )
 

@@ -281,12 +281,12 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     hooks = offload_hooks(module)
     moved = {} if hooks or execution_device is None else dict(module.named_parameters(recurse=False))
     devices = {name: parameter.device for name, parameter in moved.items()}
+    target: Any = execution_device
     try:
         for hook in hooks:
-            hook.put_in(hook.execution_device if execution_device is None else execution_device)
+            hook.put_in(hook.execution_device if target is None else target)
         for name in devices:
-            assert execution_device is not None
-            set_module_tensor_to_device(module, name, execution_device, clear_cache=False)
+            set_module_tensor_to_device(module, name, target, clear_cache=False)
         yield
     finally:
         for hook in hooks:

@@ -201,14 +201,7 @@ class _Allocation:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        budget: Mapping[Place, int],
-        sizes: Mapping[str, int],
-        no_split: Sequence[str],
-        *,
-        uses_fallback: bool,
-        says_why: bool,
+        self, model: nn.Module, budget: Mapping[Place, int], sizes: Mapping[str, int], no_split: Sequence[str]
     ) -> None:
         self.budget, self.sizes, self.no_split = budget, sizes, no_split
         self.tied = find_tied_parameters(model)
@@ -221,16 +214,12 @@ class _Allocation:
         self.found: dict[str, Place] = {}
         self.placed: dict[Place, list[Any]] = {place: [] for place in self.devices}
         self.too_small: dict[Place, int] = {}
-        self._uses_fallback, self._says_why = uses_fallback, says_why
+        self.uses_fallback = self.says_why = False
         self._measure()
 
     def _measure(self) -> None:
         modules = [(name, entry) for name, entry in self.waiting if isinstance(entry, nn.Module)]
         self._largest, self._largest_names = get_max_layer_size(modules, self.sizes, self.no_split)
-
-    def _say(self, text: str) -> None:
-        if self._says_why:
-            print(text)
 
     def _take_next(self) -> Entry:
         """Return the next entry, which waits no longer: the largest layer is one of those behind it."""
@@ -251,10 +240,12 @@ class _Allocation:
         )
         free = needed if place == "disk" else self.budget[place] - reserved - self.used[place]
         if needed <= free:
-            self._say(f"{name}{f' with {names}' if names else ''}: {needed} bytes on {place}, of {free}")
+            if self.says_why:
+                print(f"{name}{f' with {names}' if names else ''}: {needed} bytes on {place}, of {free}")
             self._assign(place, needed, dict([(name, entry), *zip(names, modules, strict=True)]))
             return
-        self._say(f"{name}: {needed} bytes do not fit into {free} on {place}")
+        if self.says_why:
+            print(f"{name}: {needed} bytes do not fit into {free} on {place}")
         if names and size <= free and self._split_first(dict(zip(names, modules, strict=True))):
             self.waiting.insert(0, (name, entry))
         elif size >= free and not is_unit(entry, self.no_split):
@@ -284,7 +275,7 @@ class _Allocation:
 
     def _place_another(self, place: Place, entry: Entry, needed: int) -> bool:
         """Put the first later entry that fits before this one, where a device would stay empty."""
-        if self.used[place] or not self._uses_fallback or place == "disk":
+        if self.used[place] or not self.uses_fallback or place == "disk":
             return False
         free = self.budget[place] - max(self._largest, needed)
         name, module, rest = fallback_allocate(self.waiting, self.sizes, free, self.no_split, self.tied)
@@ -319,14 +310,8 @@ def infer_auto_device_map(
     """
     budget = get_max_memory(max_memory)
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    allocation = _Allocation(
-        model,
-        budget,
-        sizes,
-        class_names(no_split_module_classes),
-        uses_fallback=fallback_allocation,
-        says_why=verbose,
-    )
+    allocation = _Allocation(model, budget, sizes, class_names(no_split_module_classes))
+    allocation.uses_fallback, allocation.says_why = fallback_allocation, verbose
     if not allocation.tied and check_tied_parameters_in_config(model):
         logger.warning("the configuration ties weights, and the model's are not: call model.tie_weights() before")
     while allocation.waiting:
@@ -335,10 +320,8 @@ def infer_auto_device_map(
         _warn_of_buffers(allocation, dtype, special_dtypes)
     for place, needed in allocation.too_small.items():
         logger.warning(
-            "insufficient memory on %s: no module was placed there, and the first one needs %s bytes, room for the "
-            "largest layer included; raise max_memory, or give fallback_allocation=True",
-            place,
-            needed,
+            f"insufficient memory on {place}: no module was placed there, and the first one needs {needed} bytes, room "
+            "for the largest layer included; raise max_memory, or give fallback_allocation=True"
         )
     return clean_device_map(allocation.found) if clean_result else allocation.found
 
