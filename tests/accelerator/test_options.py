@@ -69,9 +69,6 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-# --- strategy and number of processes ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "count", "name"),
     [
@@ -138,9 +135,6 @@ def test_what_fewer_processes_after_a_restart_cannot_do_is_refused_at_the_first_
     """Given in Python, where the launcher does not see it."""
     with pytest.raises(ConfigError, match=message):
         build_strategy(resolve(explicit=options, environ={"ACCEL_TRAINER_LAUNCH__NUM_PROCESSES": "1:4"}), processes(4))
-
-
-# --- arguments that say different things ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -223,9 +217,6 @@ def test_arguments_that_agree_are_taken():
     assert (resolved.config.accumulation.num_steps, resolved.config.accumulation.sync_each_batch) == (4, True)
 
 
-# --- explicit, environment, file -----------------------------------------------------------------------------------
-
-
 def test_an_explicit_argument_wins_over_environment_and_file(tmp_path: Path):
     file = write(tmp_path, "accumulation:\n  num_steps: 8\nmixed_precision: bf16\n")
     environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXED_PRECISION": "bf16"}
@@ -261,9 +252,6 @@ def test_plugins_write_nothing_to_the_environment():
     configured(fsdp_plugin=FullyShardedDataParallelPlugin())
     Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16").prepare(nn.Linear(1, 1))
     assert dict(os.environ) == before
-
-
-# --- plugins reach the configuration -------------------------------------------------------------------------------
 
 
 def wrap_linear(module: nn.Module) -> bool:
