@@ -78,9 +78,9 @@ def loaders_filled_up_or_not() -> Any:
 
 def test_options_of_loaders_that_are_set_later_hold_for_loaders_that_are_prepared_later():
     for rank, (counts, is_dispatched, batches) in enumerate(results("loaders_filled_up_or_not")):
-        # 5 samples in steps of 4: of a last one that was filled up 1 counts; else a rank without samples takes part
-        # with one of weight zero.
-        assert counts == [(True, True, [(2, -1, -1), (2, 1, 1)]), (False, False, [(2, -1, -1), (1, -1, -1)])]
+        # 5 samples in steps of 4: of the last one 1 counts, whether it is filled up, or a rank without samples takes
+        # part with one of weight zero.
+        assert counts == [(True, True, [(2, -1, -1), (2, 1, 1)]), (False, False, [(2, -1, -1), (1, 1, 1)])]
         assert is_dispatched
         assert batches == [[2 * rank, 2 * rank + 1]]
 
