@@ -119,12 +119,7 @@ class AcceleratedOptimizer(Optimizer):
             ConfigError: it holds parameters of several models, and only some of their windows end.
         """
         if not self.ends_window:
-            if any(prepared.window.is_last for prepared in self.prepared):
-                raise ConfigError(
-                    f"{type(self.optimizer).__name__} steps {describe_models(self.prepared)} together, and the "
-                    "accumulation window of some ends here while that of others goes on; pass all of them to "
-                    "accumulate(), or each to set_gradient_sync()"
-                )
+            self._require_one_window()
             return None
         PROGRESS.updates += 1
         if self._has_updated:
@@ -173,6 +168,14 @@ class AcceleratedOptimizer(Optimizer):
             elif guard.wants_norm:
                 guard.norm = unit.clip_grad_norm(parameters_of(self), float("inf"))
         return guard.skips()
+
+    def _require_one_window(self) -> None:
+        if any(prepared.window.is_last for prepared in self.prepared):
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} steps {describe_models(self.prepared)} together, and the "
+                "accumulation window of some ends here while that of others goes on; pass all of them to accumulate(), "
+                "or each to set_gradient_sync()"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients before a window's first backward or after its last; keep them in between."""
@@ -240,6 +243,11 @@ class ReplicaCheck:
         self._has_replicas = has_replicas
         """Whether every rank holds all weights, and steps them by itself."""
         self._pending: tuple[int, dict[str, str], list[str], Tensor] | None = None
+
+    @classmethod
+    def of(cls, process: ProcessContext, *, has_replicas: bool) -> ReplicaCheck | None:
+        """Return the comparison of a job's ranks; None for one process, whose steps it would cost something."""
+        return cls(process, has_replicas=has_replicas) if process.is_distributed else None
 
     def compare(self, optimizers: Iterable[AcceleratedOptimizer], loss_scale: float | None, section: str) -> None:
         """Raise a DesyncError on every rank unless all have the same. Collective; waits for the device."""

@@ -141,11 +141,7 @@ class Accelerator(
             autocast=self._options.autocast,
             float8=self._options.float8_recipe(self.config),
         )
-        self._loss_scale = (
-            LossScale(torch.amp.GradScaler(self.process.device.type, **self._options.scaler_options))
-            if self.precision.loss_scaling
-            else None
-        )
+        self._loss_scale = self._build_loss_scale()
         self.device_placement = device_placement
         self.dataloader_config = DataLoaderConfiguration(**dataclasses.asdict(self.config.data))
         if self.config.scheduler_steps is SchedulerSteps.PER_PROCESS and not step_scheduler_with_optimizer:
@@ -184,8 +180,7 @@ class Accelerator(
         )
         self._take_rollbacks()
         has_replicas = not (facts.shards_parameters or facts.builds_engine)
-        check = ReplicaCheck(self.process, has_replicas=has_replicas) if self.process.is_distributed else None
-        self._prepared = Prepared(self.nonfinite_guard, check)
+        self._prepared = Prepared(self.nonfinite_guard, ReplicaCheck.of(self.process, has_replicas=has_replicas))
         self._checkpointer = Checkpointer(self.process, SAVED_STATES)
         self._registered = RegisteredState()
         self._last_grad_norm = torch.tensor(float("nan"))
@@ -196,6 +191,11 @@ class Accelerator(
         if facts.shards_parameters and self.process.device.type == "cpu":
             # A warning, so that it is seen: users who asked for FSDP usually expect GPUs.
             logger.warning("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)
+
+    def _build_loss_scale(self) -> LossScale | None:
+        if not self.precision.loss_scaling:
+            return None
+        return LossScale(torch.amp.GradScaler(self.process.device.type, **self._options.scaler_options))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Return itself: a copied object that holds an Accelerator takes part in the same job."""

@@ -281,10 +281,7 @@ class OpenWindows:
         units = [None] * len(self._prepared) if read is None else read(0)["units"]
         for index, (prepared, saved) in enumerate(zip(self._prepared, units, strict=True)):
             if read is None or saved is None:
-                if prepared.window.is_open:  # this run's gradients belong to another state
-                    prepared.window.is_last = True
-                    prepared.unit.zero_grad()
-                    prepared.drop_tokens()
+                _close(prepared)
                 continue
             ranks = [self._process.rank] if is_own and not saved["is_mean"] else range(num_ranks)
             _open(prepared, [read(rank)["units"][index] for rank in ranks])
@@ -342,3 +339,11 @@ def _sum(stored: Sequence[Stored], weight: float, box: Box) -> Tensor:
     values = (each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each(box) for each in stored)
     first, *rest = (value if weight == 1.0 else value * weight for value in values)
     return sum(rest, first)
+
+
+def _close(prepared: PreparedUnit) -> None:
+    """Drop the gradients of this run's window: they belong to another state."""
+    if prepared.window.is_open:
+        prepared.window.is_last = True
+        prepared.unit.zero_grad()
+        prepared.drop_tokens()

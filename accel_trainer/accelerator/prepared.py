@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer, ReplicaCheck
@@ -97,31 +97,9 @@ class Prepared:
         alone = {id(o): o for o in self.alone}
         bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)} | alone
         unbound = [optimizer for optimizer in bare.values() if not self.units_of(optimizer)]
-        if not unbound:
-            return {id(model): [] for model in models}, []
-        new = [_Holder(model, {id(p): p for p in model.parameters()}) for model in models]
-        staying = [each for each in self.units if each not in replaced]
-        old = [
-            _Holder(each.unit.module, each.unit.known_parameters(), each, [*each.unit.optimizers]) for each in staying
-        ]
+        staying = [prepared for prepared in self.units if prepared not in replaced]
         takes_all = not (is_distributed or models or staying)
-        to_bind: list[tuple[PreparedUnit, Optimizer]] = []
-        for optimizer in unbound:
-            for holder in _holders_of(optimizer, new + old, takes_all or id(optimizer) in alone):
-                holder.optimizers.append(optimizer)
-                if holder.prepared is None:
-                    continue
-                if holder.prepared.evaluation_only:  # its gradients would not be exchanged
-                    raise ConfigError(
-                        f"{type(optimizer).__name__} holds parameters of {type(holder.model).__name__}, which was "
-                        "prepared for evaluation; pass both to one prepare() call to train it"
-                    )
-                to_bind.append((holder.prepared, optimizer))
-        for holder in new + old:
-            check_disjoint(holder.optimizers, holder.known)
-        if not capabilities.joint_optimizers:
-            _require_pairs(new + old)
-        return {id(holder.model): holder.optimizers for holder in new}, to_bind
+        return _pair(models, unbound, staying, capabilities, {*map(id, unbound)} if takes_all else {*alone})
 
     @property
     def alone(self) -> list[Optimizer]:
@@ -184,6 +162,40 @@ class _Holder:
     optimizers: list[Optimizer] = field(default_factory=list)
 
 
+def _pair(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    prepared: Sequence[PreparedUnit],
+    capabilities: Capabilities,
+    may_be_alone: Collection[int],
+) -> tuple[dict[int, list[Optimizer]], list[tuple[PreparedUnit, Optimizer]]]:
+    if not optimizers:
+        return {id(model): [] for model in models}, []
+    new = [_Holder(model, {id(p): p for p in model.parameters()}) for model in models]
+    old = [_Holder(each.unit.module, each.unit.known_parameters(), each, [*each.unit.optimizers]) for each in prepared]
+    to_bind: list[tuple[PreparedUnit, Optimizer]] = []
+    for optimizer in optimizers:
+        for holder in _holders_of(optimizer, new + old, id(optimizer) in may_be_alone):
+            holder.optimizers.append(optimizer)
+            if holder.prepared is not None:
+                _require_training(holder.prepared, optimizer)
+                to_bind.append((holder.prepared, optimizer))
+    for holder in new + old:
+        check_disjoint(holder.optimizers, holder.known)
+    if not capabilities.joint_optimizers:
+        _require_pairs(new + old)
+    return {id(holder.model): holder.optimizers for holder in new}, to_bind
+
+
+def _require_training(prepared: PreparedUnit, optimizer: Optimizer) -> None:
+    """Refuse an optimizer for a model whose gradients would not be exchanged."""
+    if prepared.evaluation_only:
+        raise ConfigError(
+            f"{type(optimizer).__name__} holds parameters of {type(prepared.unit.module).__name__}, which was prepared "
+            "for evaluation; pass both to one prepare() call to train it"
+        )
+
+
 def _holders_of(optimizer: Optimizer, holders: list[_Holder], may_be_alone: bool) -> list[_Holder]:
     """Return the models of an optimizer's parameters, in the order of `holders`."""
     name, parameters = type(optimizer).__name__, parameters_of(optimizer)
@@ -194,10 +206,9 @@ def _holders_of(optimizer: Optimizer, holders: list[_Holder], may_be_alone: bool
     if not found:
         if may_be_alone:
             return []
-        shapes = [str(tuple(parameter.shape)) for parameter in parameters[:3]] + ["..."] * (len(parameters) > 3)
         raise ConfigError(
             f"{name} was prepared without its model: it steps {len(parameters)} parameters (of shapes "
-            f"{', '.join(shapes)}), which are of no prepared model; pass both to one prepare() call, or "
+            f"{_describe_shapes(parameters)}), which are of no prepared model; pass both to one prepare() call, or "
             "prepare the model first"
         )
     if others:
@@ -207,6 +218,11 @@ def _holders_of(optimizer: Optimizer, holders: list[_Holder], may_be_alone: bool
             "model that they are of to the same prepare() call, or build the optimizer without them"
         )
     return found
+
+
+def _describe_shapes(parameters: Sequence[Tensor]) -> str:
+    shapes = [str(tuple(parameter.shape)) for parameter in parameters[:3]]
+    return ", ".join([*shapes, "..."] if len(parameters) > 3 else shapes)
 
 
 def _require_pairs(holders: list[_Holder]) -> None:

@@ -70,21 +70,16 @@ class AcceleratorPreparing(AcceleratorSettings):
         Raises:
             ConfigError: an object cannot be prepared as configured; nothing has been changed then.
         """
-        flags = list(device_placement) if device_placement is not None else [self.device_placement] * len(objects)
-        if len(flags) != len(objects):
-            raise ConfigError(f"device_placement has {len(flags)} flags for {len(objects)} objects; give one for each")
-        placements = {id(item): flag for item, flag in zip(objects, flags, strict=True)}
+        placements = self._placements(objects, device_placement)
         placeholders = self._build_placeholders(objects)
         given = [*_of_kind(objects, Optimizer), *_of_kind(objects, DummyOptim)]
         optimizers = {id(item): self._unwrap(placeholders.get(id(item), item)) for item in given}
         dummies = _of_kind(objects, DummyScheduler)
         # Before a model is prepared: an error in a loader leaves everything as it was.
         loaders = {id(item): self._build_loader(item, placements[id(item)]) for item in _of_kind(objects, DataLoader)}
-        sizes = [loader.batch_size for loader in _of_kind(objects, DataLoader) if loader.batch_size is not None]
-        ranks = self.readers.world_size if self._data_config.split_batches else 1
         request = _Request(
             placements,
-            micro_batch_size=max(1, min(sizes) // ranks) if sizes else None,
+            micro_batch_size=self._micro_batch_size(_of_kind(objects, DataLoader)),
             schedules={id(optimizers.get(id(each.optimizer), each.optimizer)): each.numbers for each in dummies},
         )
         results: dict[int, Any] = {}
@@ -95,6 +90,19 @@ class AcceleratorPreparing(AcceleratorSettings):
         results |= {id(item): self.prepare_scheduler(item) for item in _of_kind(objects, LRScheduler)}
         prepared = tuple(results.get(id(item), item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def _placements(self, objects: Sequence[Any], device_placement: Sequence[bool] | None) -> dict[int, bool]:
+        """Return the flag of each object by its id."""
+        flags = list(device_placement) if device_placement is not None else [self.device_placement] * len(objects)
+        if len(flags) != len(objects):
+            raise ConfigError(f"device_placement has {len(flags)} flags for {len(objects)} objects; give one for each")
+        return {id(item): flag for item, flag in zip(objects, flags, strict=True)}
+
+    def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
+        """Return the rows that one rank takes at a time, the fewest of several loaders; None without any."""
+        sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
+        ranks = self.readers.world_size if self._data_config.split_batches else 1
+        return max(1, min(sizes) // ranks) if sizes else None
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -239,8 +247,12 @@ class AcceleratorPreparing(AcceleratorSettings):
                 "would update copies; load the model without offloading, and shard it with strategy 'fsdp2' where it "
                 "does not fit"
             )
-        if not any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
-            return
+        if any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
+            self._check_quantized(model)
+
+    def _check_quantized(self, model: nn.Module) -> None:
+        """Refuse to train a quantized model whose layers are not on this process's device."""
+        name, own = type(model).__name__, self.process.device
         devices = _mapped_devices(model, own)
         if "disk" in devices or ("cpu" in devices and own.type != "cpu"):
             raise ConfigError(
@@ -257,10 +269,8 @@ class AcceleratorPreparing(AcceleratorSettings):
         """Return a loader over the same data that begins after `num_batches` batches of this rank."""
         return skip_loader_batches(dataloader, num_batches)
 
-    def _prepare_models(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], request: _Request
-    ) -> dict[int, nn.Module]:
-        """Prepare models that are not yet, once all of them are checked; return the models to call, by id."""
+    def _check_rollbacks(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse to train in a loop that is to go back to states without names of their own."""
         naming, guard = self.project_configuration.automatic_checkpoint_naming, self.nonfinite_guard
         if optimizers and guard and guard.roll_back and not naming:
             raise ConfigError(
@@ -268,12 +278,14 @@ class AcceleratorPreparing(AcceleratorSettings):
                 "needs a name of its own; give Accelerator(project_dir=...) with "
                 "ProjectConfiguration(automatic_checkpoint_naming=True), or set on_nonfinite to skip_step"
             )
+
+    def _prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], request: _Request
+    ) -> dict[int, nn.Module]:
+        """Prepare models that are not yet, once all of them are checked; return the models to call, by id."""
+        self._check_rollbacks(optimizers)
         found = {id(model): self._prepared.find(model) for model in models}
-        new = {
-            id(model): model
-            for model in models
-            if (unit := found[id(model)]) is None or (unit.evaluation_only and not request.evaluation_only)
-        }
+        new = {id(m): m for m in models if _needs_preparing(found[id(m)], request)}
         replaced = [unit for key, unit in found.items() if key in new and unit is not None]
         by_model, to_bind = self._prepared.pair(
             list(new.values()),
@@ -283,23 +295,22 @@ class AcceleratorPreparing(AcceleratorSettings):
             is_distributed=self.process.is_distributed,
         )
         jobs = {key: self._build_job(model, by_model[key], request) for key, model in new.items()}
-        for job in jobs.values():
-            self._check_as_given(job)
-            self.strategy.check(job, self.precision, self.process)
+        self._check_jobs(jobs.values())
         # Before a model is prepared: a unit may find only now that it cannot take the optimizer.
         for prepared, optimizer in to_bind:
             prepared.unit.bind_optimizer(optimizer)
         self._prepared.drop(replaced)
         if new:
             PROGRESS.begin()
-        # The user's own model leads to its wrapper; a wrapper, compiled or not, is returned as it is.
-        called = {
-            id(model): unit.unit.model if (unit := found[id(model)]) and model is unit.unit.module else model
-            for model in models
-        }
+        called = {id(model): _wrapper_of(model, found[id(model)]) for model in models}
         called |= {key: self._prepare_job(job) for key, job in jobs.items()}
         self._prepared.join()
         return called
+
+    def _check_jobs(self, jobs: Iterable[TrainJob]) -> None:
+        for job in jobs:
+            self._check_as_given(job)
+            self.strategy.check(job, self.precision, self.process)
 
     def _build_job(self, model: nn.Module, optimizers: list[Optimizer], request: _Request) -> TrainJob:
         return TrainJob(
@@ -342,3 +353,12 @@ def _mapped_devices(model: nn.Module, own: torch.device) -> set[str]:
     spread = getattr(model, "hf_device_map", None) or {}
     named = (f"{own.type}:{device}" if isinstance(device, int) else str(device) for device in spread.values())
     return {f"{name}:0" if name == own.type and own.index is not None else name for name in named}
+
+
+def _needs_preparing(found: PreparedUnit | None, request: _Request) -> bool:
+    return found is None or (found.evaluation_only and not request.evaluation_only)
+
+
+def _wrapper_of(model: nn.Module, found: PreparedUnit | None) -> nn.Module:
+    """Return the wrapper of the user's own model; a wrapper, compiled or not, is returned as it is."""
+    return found.unit.model if found is not None and model is found.unit.module else model

@@ -373,6 +373,17 @@ def attach_align_device_hook(
         add_hook_to_module(inner, hook, append=True)
 
 
+def _by_block(value: Any, other: Any) -> dict[str, Any]:
+    """Return a value for each block: its own, or else the one of all for the blocks that another argument names."""
+    return dict(value) if isinstance(value, Mapping) else dict.fromkeys(other, value)
+
+
+def _inside(name: str, names: Iterable[str]) -> list[str]:
+    """Return those of some names of modules that are inside of another module."""
+    prefix = f"{name}." if name else ""
+    return [each for each in names if each != name and each.startswith(prefix)]
+
+
 def attach_align_device_hook_on_blocks(
     module: nn.Module,
     execution_device: Device | Mapping[str, Device] | None = None,
@@ -404,23 +415,19 @@ def attach_align_device_hook_on_blocks(
         else:
             add_hook_to_module(module, aligning(execution_device, io_same_device=True, place_submodules=True))
         return
-    given: tuple[Any, Any] = execution_device, offload
-    devices, offloads = given
-    if not isinstance(devices, Mapping):
-        devices = dict.fromkeys(offloads, devices)
-    elif not isinstance(offloads, Mapping):
-        offloads = dict.fromkeys(devices, offloads)
+    devices = _by_block(execution_device, offload)
+    offloads = _by_block(offload, devices)
     read_ahead = ReadAhead()
     for name, inner in list(module.named_modules(prefix=module_name)):
         if name not in devices or name not in offloads:
             if name == "":
                 add_hook_to_module(inner, aligning(devices.get(""), io_same_device=True))
             continue
-        device, prefix = devices[name], f"{name}." if name else ""
-        elsewhere = [block for block in devices if block != name and block.startswith(prefix)]
-        inside = [block.removeprefix(prefix) for block in elsewhere]
-        whole = preload_module_classes if offloads[name] else None
+        device, elsewhere = devices[name], _inside(name, devices)
+        inside = [block.removeprefix(f"{name}.") for block in elsewhere]
+        whole = None
         if offloads[name]:
+            whole = preload_module_classes
             offloading(
                 inner, device, module_name=name, preload_module_classes=whole, read_ahead=read_ahead, excluded=elsewhere
             )

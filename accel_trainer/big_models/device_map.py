@@ -54,9 +54,8 @@ def get_max_memory(max_memory: Mapping[Place, int | str] | None = None) -> dict[
         )
     count = torch.accelerator.device_count()
     numbers = sorted(place for place in max_memory if isinstance(place, int))
-    for number in numbers:
-        if not 0 <= number < count:
-            logger.warning("max_memory names device %s, and this machine has %s accelerator(s)", number, count)
+    for number in sorted({*numbers} - {*range(count)}):
+        logger.warning("max_memory names device %s, and this machine has %s accelerator(s)", number, count)
     ordered: list[Place] = [*numbers, *(place for place in _HOST if place in max_memory)]
     return {place: convert_file_size_to_int(max_memory[place]) for place in ordered}
 
@@ -221,6 +220,10 @@ class _Allocation:
         modules = [(name, entry) for name, entry in self.waiting if isinstance(entry, nn.Module)]
         self._largest, self._largest_names = get_max_layer_size(modules, self.sizes, self.no_split)
 
+    def _say(self, text: str) -> None:
+        if self.says_why:
+            print(text)
+
     def _take_next(self) -> Entry:
         """Return the next entry, which waits no longer: the largest layer is one of those behind it."""
         name, entry = self.waiting.pop(0)
@@ -240,12 +243,10 @@ class _Allocation:
         )
         free = needed if place == "disk" else self.budget[place] - reserved - self.used[place]
         if needed <= free:
-            if self.says_why:
-                print(f"{name}{f' with {names}' if names else ''}: {needed} bytes on {place}, of {free}")
+            self._say(f"{name}{f' with {names}' if names else ''}: {needed} bytes on {place}, of {free}")
             self._assign(place, needed, dict([(name, entry), *zip(names, modules, strict=True)]))
             return
-        if self.says_why:
-            print(f"{name}: {needed} bytes do not fit into {free} on {place}")
+        self._say(f"{name}: {needed} bytes do not fit into {free} on {place}")
         if names and size <= free and self._split_first(dict(zip(names, modules, strict=True))):
             self.waiting.insert(0, (name, entry))
         elif size >= free and not is_unit(entry, self.no_split):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from accel_trainer.big_models.device_map import check_device_map, get_balanced_m
 from accel_trainer.big_models.module_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, watch_moves
 from accel_trainer.big_models.module_tensors import (
     Device,
+    TiedTensors,
     check_tied_parameters_on_same_device,
     find_tied_parameters,
     retie_parameters,
@@ -206,7 +207,6 @@ def dispatch_model(
     is_on_host = str(main_device) in ("cpu", "mps")
     offloaded = {name: place == "disk" or place == "cpu" and not is_on_host for name, place in device_map.items()}
     tied = find_tied_parameters(model)
-    parameters = [model.get_parameter(names[0]) for names in tied]
     weights = _weights_of(model, device_map, is_on_host, state_dict, offload_dir, offload_index, offload_buffers)
     devices = {name: main_device if place in ("cpu", "disk") else place for name, place in device_map.items()}
     attach_align_device_hook_on_blocks(
@@ -217,12 +217,28 @@ def dispatch_model(
         weights_map=weights,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
-        tied_params_map={each.data_ptr(): {} for each in parameters if not each.is_meta},
+        tied_params_map=_copies_of(model, tied),
     )
     retie_parameters(model, tied)
     watch_moves(model, _check_move)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
+
+
+def _copies_of(model: nn.Module, tied: Iterable[Sequence[str]]) -> TiedTensors:
+    """Return the map of the copies of tied parameters, in which there are none yet."""
+    parameters = [model.get_parameter(names[0]) for names in tied]
+    return {parameter.data_ptr(): {} for parameter in parameters if not parameter.is_meta}
+
+
+def _state_on(
+    places: Iterable[str], model: nn.Module, device_map: Mapping[str, Device], with_buffers: bool
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of a model's state dict that go to each of some places."""
+    left_out = set() if with_buffers else {name for name, _ in model.named_buffers()}
+    state = {name: each for name, each in model.state_dict(keep_vars=True).items() if name not in left_out}
+    place_by_name = {name: place_of(name, device_map) for name in state}
+    return [{name: each for name, each in state.items() if place_by_name[name] == place} for place in places]
 
 
 def _weights_of(
@@ -235,12 +251,7 @@ def _weights_of(
     offload_buffers: bool,
 ) -> OffloadedWeightsLoader | None:
     """Return the weights of the offloaded blocks; None where there are none."""
-    left_out = set() if offload_buffers else {name for name, _ in model.named_buffers()}
-    state = {name: each for name, each in model.state_dict(keep_vars=True).items() if name not in left_out}
-    place_by_name = {name: place_of(name, device_map) for name in state}
-    on_host, on_disk = (
-        {name: each for name, each in state.items() if place_by_name[name] == place} for place in ("cpu", "disk")
-    )
+    on_host, on_disk = _state_on(("cpu", "disk"), model, device_map, offload_buffers)
     if on_host and not is_on_host and state_dict is None:
         state_dict = {name: tensor.detach().to("cpu") for name, tensor in on_host.items()}
     if on_disk:

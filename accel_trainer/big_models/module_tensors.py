@@ -15,6 +15,8 @@ from accel_trainer.runtime.memory import clear_device_cache
 from accel_trainer.runtime.process import with_index
 from accel_trainer.runtime.torch_private import non_persistent_buffers, parameter_like, tensor_registry
 
+logger = logging.get_logger(__name__)
+
 Device = int | str | torch.device
 TiedTensors = dict[int, dict[Any, Tensor]]
 """By the address of a tied tensor's values, its copy on each device that has one."""
@@ -113,9 +115,7 @@ def set_module_tensor_to_device(
             registry[leaf] = shared[device]
             return
     source = _values_for(tensor_name, value, old, target)
-    wanted = source.dtype if old is None else old.dtype
-    if dtype is not None:
-        wanted = as_dtype(dtype) if source.is_floating_point() or source.is_complex() else source.dtype
+    wanted = _wanted_dtype(source, old, dtype)
     if value is None and target == source.device and wanted == source.dtype:
         return
     with torch.no_grad():
@@ -150,7 +150,10 @@ def _values_for(name: str, value: Any, old: Tensor | None, target: torch.device)
     return source
 
 
-logger = logging.get_logger(__name__)
+def _wanted_dtype(source: Tensor, old: Tensor | None, dtype: str | torch.dtype | None) -> torch.dtype:
+    if dtype is None:
+        return source.dtype if old is None else old.dtype
+    return as_dtype(dtype) if source.is_floating_point() or source.is_complex() else source.dtype
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
