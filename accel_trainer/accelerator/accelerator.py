@@ -258,21 +258,14 @@ class Accelerator(
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's own model; a model that was never wrapped is returned as it is.
-
-        Args:
-            keep_fp32_wrapper: false also takes off mixed precision.
-        """
+        """Return the user's own model, without `keep_fp32_wrapper` also without mixed precision."""
         found = self._prepared.find(model)
         return extract_model_from_parallel(
             model if found is None else found.unit.module, keep_fp32_wrapper, keep_torch_compile
         )
 
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
-        """Release everything prepared; return as many None as objects were given, to assign over them.
-
-        An engine that refers to its model by itself (DeepSpeed's) is taken off it. Every rank calls this.
-        """
+        """Release everything prepared; return a None for each object. Collective: an engine is taken off its model."""
         self._prepared.clear()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()

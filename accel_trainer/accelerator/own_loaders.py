@@ -1,8 +1,4 @@
-"""Loaders, samplers and shards that a script constructs by itself, under the names and arguments of accelerate.
-
-They stand on the same plan as those that `prepare` makes: `DataLoaderShard(...)` is a `PreparedDataLoader` of the
-batches that it is given, which are taken for this rank's own.
-"""
+"""Loaders, samplers and shards that a script constructs by itself, on the plan of those that `prepare` makes."""
 
 from __future__ import annotations
 

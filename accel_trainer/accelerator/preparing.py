@@ -107,10 +107,9 @@ class AcceleratorPreparing(AcceleratorSettings):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model. Collective. An optimizer prepared afterwards is bound to it.
+        """Prepare one model, in `evaluation_mode` without an exchange of gradients. Collective.
 
-        Args:
-            evaluation_mode: no gradients are needed, so a strategy may leave out their exchange.
+        An optimizer prepared afterwards is bound to it.
         """
         place = self.device_placement if device_placement is None else device_placement
         return self._prepare_models([model], [], _Request({id(model): place}, evaluation_mode))[id(model)]

@@ -124,11 +124,8 @@ class ProcessView:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Yield this rank's shard of a list, tuple, range, tensor, array, `datasets.Dataset` or a dict of those.
 
-        Shards are contiguous, of the same kind as `inputs`, and hold every sample once: with fewer samples than
-        ranks, the last ranks get empty ones. Ranks do not communicate; `inputs` is not changed.
-
-        Args:
-            apply_padding: repeat the last sample until all shards are equally long, so that results can be gathered.
+        Shards are contiguous, of the same kind as `inputs`, and hold every sample once, the last ranks' perhaps none;
+        with `apply_padding`, the last sample is repeated until all are equally long. Ranks do not communicate.
 
         Raises:
             ConfigError: `inputs` cannot be split, or the values of a dict differ in length.

@@ -181,10 +181,7 @@ class AcceleratorStepping(AcceleratorSettings):
         return self._prepared.get(model).unit.sync_in_backward()
 
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
-        """Set whether the next backward of `model` exchanges gradients and its optimizer may step.
-
-        For windows made by hand; `accumulate()` does it by itself.
-        """
+        """Set, in windows made by hand, whether the next backward of `model` exchanges gradients, and its steps act."""
         prepared = self._prepared.get(model)
         prepared.window.is_last = enabled
         prepared.unit.set_gradient_sync(enabled)
@@ -396,11 +393,7 @@ class AcceleratorStepping(AcceleratorSettings):
         return found
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide the gradients by the fp16 loss scale, once per step; a no-op in other precisions.
-
-        Args:
-            optimizer: whose gradients, one or several; None means all.
-        """
+        """Divide the gradients of one, several or all optimizers by the fp16 loss scale, once per step."""
         if optimizer is None:
             for prepared in self._prepared.units:
                 prepared.unit.unscale_gradients()

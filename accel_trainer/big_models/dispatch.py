@@ -184,7 +184,7 @@ def dispatch_model(
     their weights are brought in for the forward of each layer, those of the next one while it computes.
 
     Args:
-        device_map: a device, or `"disk"`, by the names of modules; see `infer_auto_device_map`.
+        device_map: as `infer_auto_device_map` returns it.
         main_device: where offloaded blocks compute; None is the first accelerator in the map.
         state_dict: the weights of the blocks on the host; None is those of the model.
         offload_dir: where the weights of the blocks on disk are, or are written to.

@@ -256,9 +256,8 @@ def attach_layerwise_casting_hooks(
 ) -> None:
     """Keep linear layers and convolutions in `storage_dtype`, such as `torch.float8_e4m3fn`, and compute in another.
 
-    Args:
-        skip_modules_pattern: regular expressions; modules whose names have a match stay as they are, and all inside.
-        skip_modules_classes: likewise by class.
+    Modules whose names match one of the regular expressions `skip_modules_pattern`, or of `skip_modules_classes`, stay
+    as they are, and all inside.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
     waiting = [("", module)]

@@ -78,9 +78,7 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the bytes of each tensor and of each module, the model itself under `""`. A tied tensor counts once.
 
-    Args:
-        dtype: which floating-point tensors of larger types are going to be converted to.
-        special_dtypes: by the name of a tensor, another one for it.
+    Floating-point tensors of larger types count as `dtype`, those in `special_dtypes` as the one under their name.
     """
     target = math.inf if dtype is None else _width(dtype)
     special = {name: _width(each) for name, each in (special_dtypes or {}).items()}
