@@ -9,13 +9,20 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from accel_trainer.config.deepspeed.block import put_block, put_document_block
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS
-from accel_trainer.config.deepspeed.levels import put_block, put_document_block
 from accel_trainer.config.dialects import accelerate, fsdp
 from accel_trainer.config.layer import Layer, Setting, SourceKind
 from accel_trainer.config.parallel import NOT_OFFERED
-from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, load_document
-from accel_trainer.config.readers.document import Document, Entry, Key, Node
+from accel_trainer.config.readers.document import (
+    ConfigSource,
+    Document,
+    Entry,
+    FileProblemsError,
+    Key,
+    Node,
+    load_document,
+)
 from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key, thaw
 from accel_trainer.config.validation import show
 from accel_trainer.errors import did_you_mean

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from accel_trainer.config.deepspeed.block import leaves, read_block
-from accel_trainer.config.deepspeed.levels import KEY_PREFIX, block_sources, merge_levels, put_block
+from accel_trainer.config.deepspeed.block import KEY_PREFIX, block_sources, leaves, merge_levels, put_block, read_block
 from accel_trainer.config.dialects.environment import read_environment_layers, read_launch_variable
 from accel_trainer.config.files import FileConfig, read_file
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.parallel import size_for_shards
-from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, problem_report
-from accel_trainer.config.readers.document import Entry
+from accel_trainer.config.readers.document import ConfigSource, Entry, FileProblemsError, problem_report
 from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key
 from accel_trainer.config.validation import cross_problems, show_plain, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean

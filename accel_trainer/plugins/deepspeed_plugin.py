@@ -19,7 +19,7 @@ from accel_trainer.config.deepspeed.block import (
     leaves,
     read_block,
 )
-from accel_trainer.config.readers.config_source import problem_report
+from accel_trainer.config.readers.document import problem_report
 from accel_trainer.config.schema import RunConfig, get_key, set_key
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean

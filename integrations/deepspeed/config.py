@@ -25,7 +25,7 @@ from accel_trainer.config.deepspeed.keys import (
     join,
     unknown_keys,
 )
-from accel_trainer.config.readers.config_source import problem_report
+from accel_trainer.config.readers.document import problem_report
 from accel_trainer.config.schema import get_key
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from accel_trainer.config.deepspeed.block import ACCELERATE_FIELDS, is_complete, named_file
+from accel_trainer.config.deepspeed.block import ACCELERATE_FIELDS, is_complete, named_file, put_document_block
 from accel_trainer.config.deepspeed.keys import KNOWN_KEYS as DEEPSPEED_KEYS
-from accel_trainer.config.deepspeed.levels import put_document_block
 from accel_trainer.config.dialects.fsdp import entries_of, is_neutral, translate_entries
 from accel_trainer.config.layer import Layer
 from accel_trainer.config.readers.document import Document, Entry, Key, Node

@@ -11,8 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from accel_trainer.config.deepspeed.block import CONFIG_FILE, FIELDS
-from accel_trainer.config.deepspeed.levels import KEY_PREFIX, put_block
+from accel_trainer.config.deepspeed.block import CONFIG_FILE, FIELDS, KEY_PREFIX, put_block
 from accel_trainer.config.dialects.accelerate import DYNAMO, FP8, PARALLEL_COMM, PARALLEL_SIZES, put_parallelism
 from accel_trainer.config.dialects.fsdp import is_known_key, translate_entries
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
