@@ -65,15 +65,11 @@ def read_file(source: ConfigSource) -> FileConfig:
     document = load_document(source)
     dialect, layer = _translate(document)
     if layer.problems:
-        problems = sorted(layer.problems, key=lambda problem: _line_of(problem, document.name))
+        line = re.compile(rf"{re.escape(document.name)}:(\d+)")
+        # In the order of the file: by the first line that each one names.
+        problems = sorted(layer.problems, key=lambda text: int(found[1]) if (found := line.search(text)) else 0)
         raise FileProblemsError(problems, document.name)
     return FileConfig(document.path, dialect, layer.settings, tuple(layer.notes), document.root.plain())
-
-
-def _line_of(problem: str, name: str) -> int:
-    """Return the first line that a message names, so that problems can be listed in the order of the file."""
-    found = re.search(rf"{re.escape(name)}:(\d+)", problem)
-    return int(found.group(1)) if found else 0
 
 
 def _translate(document: Document) -> tuple[Dialect, Layer]:
@@ -156,14 +152,10 @@ def _translate_own(document: Document, content: dict[Key, Node], layer: Layer, *
             layer.put(ALIASES.get(key.name, key.name), document.entry(key, node))
         else:
             others = () if is_certain else (*accelerate.KNOWN_KEYS, *fsdp.KNOWN_KEYS)
-            hint = _section_hint(key.name) or did_you_mean(key.name, (*_OWN_KEYS, *others))
+            sections = (path.partition(".")[0] for path in field_specs() if path.endswith(f".{key.name}"))
+            one_level_off = next((f"; it belongs into the section {section!r}" for section in sections), "")
+            hint = one_level_off or did_you_mean(key.name, (*_OWN_KEYS, *others))
             layer.problems.append(document.unknown_key_problem(key, hint))
-
-
-def _section_hint(name: str) -> str:
-    """Name the section of a key that was written one level too high."""
-    sections = (path.partition(".")[0] for path in field_specs() if path.endswith(f".{name}"))
-    return next((f"; it belongs into the section {section!r}" for section in sections), "")
 
 
 def _translate_section(document: Document, section: Key, node: Node, layer: Layer) -> None:

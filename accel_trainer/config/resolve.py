@@ -42,12 +42,13 @@ class Resolved:
 
     def source(self, path: str) -> Source:
         """Return where the value at a dotted path came from."""
-        _check_path(path)
+        if path not in field_specs():
+            raise ConfigError(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
         return self.sources[path]
 
     def value(self, path: str) -> Any:
         """Return the value at a dotted path."""
-        _check_path(path)
+        self.source(path)  # refuses unknown ones
         return get_value(self.config, path)
 
     def is_set(self, path: str) -> bool:
@@ -85,20 +86,6 @@ class Resolved:
             where = block.origins.get(key) or origins.get(key) or default.where
             rows.append((f"{KEY_PREFIX}{key}", value, Source(default.kind, where)))
         return rows
-
-
-def _check_path(path: str) -> None:
-    if path not in field_specs():
-        raise ConfigError(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
-
-
-def _choose_by_sizes(config: RunConfig, settings: dict[str, Setting]) -> RunConfig:
-    """Return the configuration with the strategy that alone has an axis whose size is given, where it is left open."""
-    path = size_for_shards(config)
-    if config.strategy != "auto" or path is None:
-        return config
-    settings["strategy"] = Setting("fsdp2", settings[path].source)
-    return dataclasses.replace(config, strategy="fsdp2")
 
 
 def resolve(
@@ -139,8 +126,14 @@ def resolve(
 
     launch_file, launch_flags, spelled = read_launch_variable(environ, problems)
     spelled |= flags_spelled or {}
+    launched = _file_layer(launch_file)
+    if file is not None:
+        # The launcher has told the other faults of its file.
+        of_launch = {path: setting for path, setting in launched.settings.items() if path.startswith("launch.")}
+        launched = Layer(launched.kind, settings=of_launch)
     layers = [
-        *_file_layers(file, launch_file),
+        launched,
+        _file_layer(file),
         *([] if surroundings is None else [surroundings]),
         *read_environment_layers(environ),
         _named_layer(
@@ -151,22 +144,21 @@ def resolve(
         ),
     ]
     settings = _merge(layers, problems)
-    config = _choose_by_sizes(build_config({path: setting.value for path, setting in settings.items()}), settings)
-    resolved = Resolved(config, _sources_of(settings))
+    config = build_config({path: setting.value for path, setting in settings.items()})
+    if config.strategy == "auto" and (path := size_for_shards(config)) is not None:
+        # Of our strategies one alone has such an axis.
+        settings["strategy"] = Setting("fsdp2", settings[path].source)
+        config = dataclasses.replace(config, strategy="fsdp2")
+    sources = dict.fromkeys(field_specs(), _DEFAULT) | {path: setting.source for path, setting in settings.items()}
+    if "deepspeed" in settings:
+        sources |= {f"{KEY_PREFIX}{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
+    resolved = Resolved(config, sources)
     problems.extend(cross_problems(resolved.config, resolved.describe))
     if problems:
         raise ConfigError(problem_report(problems, "the configuration"))
     notes = [note for layer in layers for note in layer.notes]
     notes += unused_notes(resolved.config, settings.keys(), resolved.describe)
     return dataclasses.replace(resolved, notes=tuple(notes))
-
-
-def _sources_of(settings: Mapping[str, Setting]) -> dict[str, Source]:
-    """Return who gave each option its value, and each key of a DeepSpeed block."""
-    sources = dict.fromkeys(field_specs(), _DEFAULT) | {path: setting.source for path, setting in settings.items()}
-    if "deepspeed" in settings:
-        sources |= {f"{KEY_PREFIX}{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
-    return sources
 
 
 def _merge(layers: Sequence[Layer], problems: list[str]) -> dict[str, Setting]:
@@ -202,18 +194,6 @@ def _file_layer(file: ConfigSource | FileConfig | None) -> Layer:
     except FileProblemsError as error:
         return Layer(SourceKind.FILE, problems=list(error.problems))
     return Layer(SourceKind.FILE, settings=dict(content.settings), notes=list(content.notes))
-
-
-def _file_layers(file: ConfigSource | FileConfig | None, launch_file: ConfigSource | FileConfig | None) -> list[Layer]:
-    """Return the options of a file of the script's, above those of the launch in the launcher's; or all of the latter.
-
-    The launcher has told the other faults of its file.
-    """
-    launched = _file_layer(launch_file)
-    if file is None:
-        return [launched]
-    options = {path: setting for path, setting in launched.settings.items() if path.startswith("launch.")}
-    return [Layer(launched.kind, settings=options), _file_layer(file)]
 
 
 def flag_name(path: str) -> str:

@@ -430,7 +430,7 @@ def _fix_options(settings: dict[str, Setting], block: Setting, problems: list[st
     except FileProblemsError as error:
         problems.extend(error.problems)
         return
-    fixed = []  # option, key of the block, value
+    fixed: list[tuple[str, str, Any]] = []  # option, key of the block, value
     steps = content.data.get("gradient_accumulation_steps")
     if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1:
         fixed.append(("accumulation.num_steps", "gradient_accumulation_steps", steps))

@@ -55,8 +55,7 @@ DYNAMO = {
 PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "ep_size")
 PARALLEL_COMM = "cp_comm_strategy"
 PARALLEL_DETAILS = (
-    "cp_backend", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
-    "sp_attn_implementation",
+    "cp_backend", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation",
 )  # fmt: skip
 FP8 = {
     "backend": "fp8.backend",
@@ -78,14 +77,7 @@ _MEGATRON_LM = {
     "recompute_activations": "set it to false, and use distributed_type FSDP with fsdp_activation_checkpointing",
 }
 """Options of `megatron_lm_config` that ask for something else than `tp_degree` does, each with what to do."""
-_SECTIONS = (
-    "fsdp_config",
-    "deepspeed_config",
-    "dynamo_config",
-    "parallelism_config",
-    "fp8_config",
-    "megatron_lm_config",
-)
+_SECTIONS = tuple(f"{name}_config" for name in ("fsdp", "deepspeed", "dynamo", "parallelism", "fp8", "megatron_lm"))
 _SPECIAL = ("compute_environment", "distributed_type", "fp16", *_SECTIONS)
 _DISTRIBUTED_TYPES = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
@@ -101,12 +93,6 @@ KNOWN_KEYS = frozenset({*_DIRECT, *_NOT_OFFERED, *_SPECIAL, *_SAGEMAKER_KEYS})
 def translate(document: Document, content: Mapping[Key, Node], layer: Layer) -> None:
     """Put an accelerate file into the layer."""
     _Reader(document, content, layer).read()
-
-
-def _unknown_hint(name: str) -> str:
-    if name in field_specs() or name in section_names():
-        return "; it is a key of accel_trainer's own files, and this one is an accelerate file: use one of the two"
-    return did_you_mean(name, KNOWN_KEYS)
 
 
 class _Reader:
@@ -128,7 +114,10 @@ class _Reader:
             return
         for name, entry in self.entries.items():
             self.key(name, entry)
-        self.legacy()
+        # A key of old files, which accelerate 1.15 still converts (config_args.py).
+        fp16 = self.entries.get("fp16")
+        if fp16 is not None and "mixed_precision" not in self.entries and not is_neutral(fp16.value):
+            self.layer.put("mixed_precision", fp16, "fp16")
         self.dynamo()
         self.fp8()
         kind = self.distributed_type()
@@ -154,13 +143,10 @@ class _Reader:
             if entry.value not in (None, "LOCAL_MACHINE"):
                 self.layer.wrong(entry, "LOCAL_MACHINE")
         elif name not in _SPECIAL:
-            self.layer.problems.append(self.document.unknown_key_problem(self.keys[name], _unknown_hint(name)))
-
-    def legacy(self) -> None:
-        """Read a key of old files, which accelerate 1.15 still converts (config_args.py)."""
-        fp16 = self.entries.get("fp16")
-        if fp16 is not None and "mixed_precision" not in self.entries and not is_neutral(fp16.value):
-            self.layer.put("mixed_precision", fp16, "fp16")
+            is_ours = name in field_specs() or name in section_names()
+            ours = "; it is a key of accel_trainer's own files, and this one is an accelerate file: use one of the two"
+            hint = ours if is_ours else did_you_mean(name, KNOWN_KEYS)
+            self.layer.problems.append(self.document.unknown_key_problem(self.keys[name], hint))
 
     def unknown(self, key: Key, section: str, known: Iterable[str]) -> None:
         hint = did_you_mean(key.name, known)
@@ -252,17 +238,15 @@ class _Reader:
         num_processes = self.layer.settings.get("launch.num_processes")
         if name == "ddp" and num_processes is not None and num_processes.value == 1:
             name = "auto"
-        if name == "ddp" and (size := self.shared_size()):
+        sizes = {axis: self.layer.settings.get(f"parallel.{axis}_size") for axis in ("tp", "cp", "sp")}
+        shared = (f"{axis}_size is {size.value}" for axis, size in sizes.items() if size and size.value > 1)
+        # Ranks along these axes compute a batch together, which replicas do not.
+        if name == "ddp" and (size := next(shared, None)):
             name = "fsdp2"
             self.layer.notes.append(f"{entry.subject} is {kind}, and {size}: strategy 'fsdp2' runs")
         self.layer.put("strategy", entry, name)
         if kind == "MULTI_CPU" and "use_cpu" not in self.layer.settings:
             self.layer.put("use_cpu", entry, True)
-
-    def shared_size(self) -> str | None:
-        """Return the size of an axis along which ranks compute a batch together, in words, where there is one."""
-        sizes = {axis: self.layer.settings.get(f"parallel.{axis}_size") for axis in ("tp", "cp", "sp")}
-        return next((f"{axis}_size is {size.value}" for axis, size in sizes.items() if size and size.value > 1), None)
 
     def megatron_lm(self, kind: str | None) -> None:
         """Take the degree of tensor parallelism; refuse the other options of Megatron-LM that ask for something."""
@@ -299,20 +283,17 @@ class _Reader:
 
 def put_parallelism(entries: Mapping[str, Entry], layer: Layer) -> None:
     """Map the sizes of accelerate's ParallelismConfig, by name; null is a size of 1, and all of 1 ask for nothing."""
-    sizes = _sizes_of({name: entry for name, entry in entries.items() if name != PARALLEL_COMM}, layer)
+    sizes: dict[str, int] = {}
+    for name, entry in entries.items():
+        size = 1 if entry.value is None else entry.value
+        if name == PARALLEL_COMM:
+            continue
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            layer.wrong(entry, "a whole number of at least 1")
+        else:
+            sizes[name] = size
     if any(size > 1 for size in sizes.values()):
         for name, size in sizes.items():
             layer.put(f"parallel.{name}", entries[name], size)
     if PARALLEL_COMM in entries and entries[PARALLEL_COMM].value is not None and sizes.get("cp_size", 1) > 1:
         layer.put(f"parallel.{PARALLEL_COMM}", entries[PARALLEL_COMM])
-
-
-def _sizes_of(entries: Mapping[str, Entry], layer: Layer) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for name, entry in entries.items():
-        size = 1 if entry.value is None else entry.value
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            layer.wrong(entry, "a whole number of at least 1")
-        else:
-            sizes[name] = size
-    return sizes

@@ -85,7 +85,9 @@ def _read_accelerate(given: Mapping[str, str]) -> Layer:
     for name, path in _DIRECT.items():
         if name in given and not _is_launcher_default(name, given):
             layer.put(path, _variable(name, given[name]))
-    _read_fp8(given, layer)
+    if given.get("ACCELERATE_MIXED_PRECISION", "").strip().lower() == "fp8":
+        for name in _FP8.keys() & given.keys():
+            layer.put(_FP8[name], _variable(name, given[name]))
     engines = [name for name in _ENGINES if _is_true(given, name, layer)]
     if len(engines) > 1:
         layer.problems.append(f"environment variables {' and '.join(engines)} are both true; a run has one strategy")
@@ -100,14 +102,14 @@ def _read_accelerate(given: Mapping[str, str]) -> Layer:
         if "strategy" not in layer.settings:
             layer.put("strategy", _variable(name, _ENGINES[name]))
     if _is_true(given, "ACCELERATE_USE_PARALLELISM_CONFIG", layer):
-        _read_parallelism(given, layer)
+        sizes = {}
+        for size in (*PARALLEL_SIZES, PARALLEL_COMM):
+            name = f"PARALLELISM_CONFIG_{size.upper()}"
+            if name in given:
+                value = given[name].strip()
+                sizes[size] = _variable(name, int(value) if value.isdecimal() and int(value) else value)
+        put_parallelism(sizes, layer)
     return layer
-
-
-def _read_fp8(given: Mapping[str, str], layer: Layer) -> None:
-    if given.get("ACCELERATE_MIXED_PRECISION", "").strip().lower() == "fp8":
-        for name in _FP8.keys() & given.keys():
-            layer.put(_FP8[name], _variable(name, given[name]))
 
 
 def _is_launcher_default(name: str, given: Mapping[str, str]) -> bool:
@@ -149,16 +151,11 @@ def _is_true(given: Mapping[str, str], name: str, layer: Layer) -> bool:
 def _read_fsdp(given: Mapping[str, str], layer: Layer) -> None:
     names = [name for name in given if name.startswith("FSDP_") and is_known_key(name)]
     entries = {name.removeprefix("FSDP_").lower(): _variable(name, given[name]) for name in names}
-    _drop_launcher_defaults(entries)
-    translate_entries(entries.values(), layer, source_name="the environment (FSDP_*)", default_version=1)
-
-
-def _drop_launcher_defaults(entries: dict[str, Entry]) -> None:
-    """Drop the defaults that accelerate's launcher exports beside the one option that its user gave."""
 
     def word(key: str) -> str:
         return str(entries[key].value).strip().lower() if key in entries else ""
 
+    # accelerate's launcher exports defaults beside the one option that its user gave.
     if word("sharding_strategy") in ("full_shard", "1") and "reshard_after_forward" in entries:
         del entries["sharding_strategy"]
     elif "sharding_strategy" in entries and word("reshard_after_forward") == "true":
@@ -170,16 +167,7 @@ def _drop_launcher_defaults(entries: dict[str, Entry]) -> None:
         entries.pop("sync_module_states", None)
     if word("forward_prefetch") == "false":
         del entries["forward_prefetch"]
-
-
-def _read_parallelism(given: Mapping[str, str], layer: Layer) -> None:
-    sizes = {}
-    for size in (*PARALLEL_SIZES, PARALLEL_COMM):
-        name = f"PARALLELISM_CONFIG_{size.upper()}"
-        if name in given:
-            value = given[name].strip()
-            sizes[size] = _variable(name, int(value) if value.isdecimal() and int(value) else value)
-    put_parallelism(sizes, layer)
+    translate_entries(entries.values(), layer, source_name="the environment (FSDP_*)", default_version=1)
 
 
 def read_launch_variable(
