@@ -97,7 +97,7 @@ def commented_yaml(content: Mapping[str, Any], comments: Mapping[str, str] | Non
     Args:
         comments: on keys that the schema does not have, by dotted path.
     """
-    from accel_trainer.config.readers.yaml_reader import dump_yaml  # a launch asks this module for texts alone
+    from accel_trainer.config.yaml_reader import dump_yaml  # a launch asks this module for texts alone
 
     head = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
     texts = {**documentation(), **(comments or {})}

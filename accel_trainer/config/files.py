@@ -9,20 +9,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from accel_trainer.config.deepspeed.block import put_block, put_document_block
-from accel_trainer.config.deepspeed.keys import KNOWN_KEYS
+from accel_trainer.config.config_source import ConfigSource, FileProblemsError, load_document
+from accel_trainer.config.deepspeed_block import put_block, put_document_block
+from accel_trainer.config.deepspeed_keys import KNOWN_KEYS
 from accel_trainer.config.dialects import accelerate, fsdp
+from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer, Setting, SourceKind
 from accel_trainer.config.parallel import NOT_OFFERED
-from accel_trainer.config.readers.document import (
-    ConfigSource,
-    Document,
-    Entry,
-    FileProblemsError,
-    Key,
-    Node,
-    load_document,
-)
 from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key, thaw
 from accel_trainer.config.validation import show
 from accel_trainer.errors import did_you_mean
@@ -130,7 +123,7 @@ def to_file_dict(config: RunConfig, *, full: bool = False) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig, *, full: bool = False) -> str:
     """Return `to_file_dict` as YAML text; `read_file` gives the same configuration back."""
-    from accel_trainer.config.readers.yaml_reader import dump_yaml
+    from accel_trainer.config.yaml_reader import dump_yaml
 
     return dump_yaml(to_file_dict(config, full=full))
 

@@ -131,21 +131,22 @@ def _unlike_axes(config: RunConfig, describe: Callable[[str], str]) -> list[str]
     return [problem for is_wrong, problem in checks if is_wrong]
 
 
+def _paths_of(sizes: Mapping[str, int | None]) -> list[str]:
+    """Return the options that give sizes, for messages; a `tp_size` of 1, for one, says nothing."""
+    default = {"tp": 1, "cp": 1, "sp": 1}
+    return [f"parallel.{axis}_size" for axis, size in sizes.items() if size != default.get(axis)]
+
+
 def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: int, num_nodes: int | None) -> AxisSizes:
     """Return the sizes of a job of `world_size` processes. Not collective.
 
     Args:
         describe: gives `path=value (from where)` for a dotted path.
         num_nodes: None where they have unequally many processes.
-
-    Raises:
-        ConfigError: they do not make this number of processes, or leave nothing to shard.
     """
     shards = "dp_shard" in _AXES_OF.get(config.strategy, AXES)
     sizes = {axis: get_value(config, f"parallel.{axis}_size") for axis in AXES}
-    # For messages: a tp_size of 1, for one, says nothing.
-    default = {"tp": 1, "cp": 1, "sp": 1}
-    paths = [f"parallel.{axis}_size" for axis, size in sizes.items() if size != default.get(axis)]
+    paths = _paths_of(sizes)
     if shards and sizes["dp_replicate"] is None:
         path, sizes["dp_replicate"] = _replicas_of_fsdp(config, describe, world_size, num_nodes)
         paths.append(path)
@@ -164,14 +165,8 @@ def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: in
             f"{named} leaves nothing to shard on {world_size} processes; use fewer replicas, or strategy 'ddp' for "
             "replicas only"
         )
-    result = AxisSizes(**found)
-    if result.num_shards % config.parallel.ep_size:
-        along = f"dp_shard x {config.parallel.sequence_axis}" if result.sequence > 1 else "dp_shard"
-        raise ConfigError(
-            f"{describe('parallel.ep_size')} does not divide the {result.num_shards} ranks along {along}, over which "
-            "experts are distributed; use a size that does"
-        )
-    return result
+    _check_experts(config, describe, AxisSizes(**found))
+    return AxisSizes(**found)
 
 
 def check_fewest(config: RunConfig, describe: Callable[[str], str], bound: int) -> None:
@@ -181,6 +176,15 @@ def check_fewest(config: RunConfig, describe: Callable[[str], str], bound: int) 
         raise ConfigError(
             f"{describe('strategy')} needs at least {bound} processes, and {describe('launch.min_processes')}; write "
             f"num_processes as {bound}:{launch.num_processes}"
+        )
+
+
+def _check_experts(config: RunConfig, describe: Callable[[str], str], sizes: AxisSizes) -> None:
+    if sizes.num_shards % config.parallel.ep_size:
+        along = f"dp_shard x {config.parallel.sequence_axis}" if sizes.sequence > 1 else "dp_shard"
+        raise ConfigError(
+            f"{describe('parallel.ep_size')} does not divide the {sizes.num_shards} ranks along {along}, over which "
+            "experts are distributed; use a size that does"
         )
 
 

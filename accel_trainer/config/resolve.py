@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from accel_trainer.config.deepspeed.block import KEY_PREFIX, block_sources, leaves, merge_levels, put_block, read_block
+from accel_trainer.config.config_source import ConfigSource, FileProblemsError, problem_report
+from accel_trainer.config.deepspeed_block import KEY_PREFIX, block_sources, leaves, merge_levels, put_block, read_block
 from accel_trainer.config.dialects.environment import read_environment_layers, read_launch_variable
+from accel_trainer.config.document import Entry
 from accel_trainer.config.files import FileConfig, read_file
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.parallel import size_for_shards
-from accel_trainer.config.readers.document import ConfigSource, Entry, FileProblemsError, problem_report
 from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key
 from accel_trainer.config.validation import cross_problems, show_plain, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
@@ -72,11 +73,7 @@ class Resolved:
         return [(path, get_value(self.config, path), self.sources[path]) for path in field_specs()]
 
     def explain_block(self) -> list[tuple[str, Any, Source]]:
-        """Return (dotted path, value, source) of every value of the DeepSpeed configuration, those of its file too.
-
-        Raises:
-            ConfigError: the file has changed since, and cannot be read.
-        """
+        """Return (dotted path, value, source) of every value of the DeepSpeed configuration, those of its file too."""
         if not self.config.deepspeed:
             return []
         origins, default = self.block_origins(), self.sources["deepspeed"]
@@ -86,6 +83,15 @@ class Resolved:
             where = block.origins.get(key) or origins.get(key) or default.where
             rows.append((f"{KEY_PREFIX}{key}", value, Source(default.kind, where)))
         return rows
+
+
+def _choose_by_sizes(config: RunConfig, settings: dict[str, Setting]) -> RunConfig:
+    """Return the configuration with the strategy that alone has an axis whose size is given, where it is left open."""
+    path = size_for_shards(config)
+    if config.strategy != "auto" or path is None:
+        return config
+    settings["strategy"] = Setting("fsdp2", settings[path].source)
+    return dataclasses.replace(config, strategy="fsdp2")
 
 
 def resolve(
@@ -126,14 +132,8 @@ def resolve(
 
     launch_file, launch_flags, spelled = read_launch_variable(environ, problems)
     spelled |= flags_spelled or {}
-    launched = _file_layer(launch_file)
-    if file is not None:
-        # The launcher has told the other faults of its file.
-        of_launch = {path: setting for path, setting in launched.settings.items() if path.startswith("launch.")}
-        launched = Layer(launched.kind, settings=of_launch)
     layers = [
-        launched,
-        _file_layer(file),
+        *_file_layers(file, launch_file),
         *([] if surroundings is None else [surroundings]),
         *read_environment_layers(environ),
         _named_layer(
@@ -144,21 +144,22 @@ def resolve(
         ),
     ]
     settings = _merge(layers, problems)
-    config = build_config({path: setting.value for path, setting in settings.items()})
-    if config.strategy == "auto" and (path := size_for_shards(config)) is not None:
-        # Of our strategies one alone has such an axis.
-        settings["strategy"] = Setting("fsdp2", settings[path].source)
-        config = dataclasses.replace(config, strategy="fsdp2")
-    sources = dict.fromkeys(field_specs(), _DEFAULT) | {path: setting.source for path, setting in settings.items()}
-    if "deepspeed" in settings:
-        sources |= {f"{KEY_PREFIX}{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
-    resolved = Resolved(config, sources)
+    config = _choose_by_sizes(build_config({path: setting.value for path, setting in settings.items()}), settings)
+    resolved = Resolved(config, _sources_of(settings))
     problems.extend(cross_problems(resolved.config, resolved.describe))
     if problems:
         raise ConfigError(problem_report(problems, "the configuration"))
     notes = [note for layer in layers for note in layer.notes]
     notes += unused_notes(resolved.config, settings.keys(), resolved.describe)
     return dataclasses.replace(resolved, notes=tuple(notes))
+
+
+def _sources_of(settings: Mapping[str, Setting]) -> dict[str, Source]:
+    """Return who gave each option its value, and each key of a DeepSpeed block."""
+    sources = dict.fromkeys(field_specs(), _DEFAULT) | {path: setting.source for path, setting in settings.items()}
+    if "deepspeed" in settings:
+        sources |= {f"{KEY_PREFIX}{name}": source for name, source in block_sources(settings["deepspeed"]).items()}
+    return sources
 
 
 def _merge(layers: Sequence[Layer], problems: list[str]) -> dict[str, Setting]:
@@ -194,6 +195,18 @@ def _file_layer(file: ConfigSource | FileConfig | None) -> Layer:
     except FileProblemsError as error:
         return Layer(SourceKind.FILE, problems=list(error.problems))
     return Layer(SourceKind.FILE, settings=dict(content.settings), notes=list(content.notes))
+
+
+def _file_layers(file: ConfigSource | FileConfig | None, launch_file: ConfigSource | FileConfig | None) -> list[Layer]:
+    """Return the options of a file of the script's, above those of the launch in the launcher's; or all of the latter.
+
+    The launcher has told the other faults of its file.
+    """
+    launched = _file_layer(launch_file)
+    if file is None:
+        return [launched]
+    options = {path: setting for path, setting in launched.settings.items() if path.startswith("launch.")}
+    return [Layer(launched.kind, settings=options), _file_layer(file)]
 
 
 def flag_name(path: str) -> str:

@@ -122,9 +122,6 @@ def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | No
     Args:
         lenient: take text for numbers and booleans too, as environment variables and accelerate's files need.
         text: the scalar as it stood unquoted in a file, if it did.
-
-    Raises:
-        WrongValueError: the value does not fit.
     """
     kind = _without_none(spec.annotation)
     result: Any
@@ -298,7 +295,7 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
             f"{describe('mixed_precision')} contradicts {describe('parallel.tp_size')}: layers that are split over "
             "ranks do not compute in fp8 here; use a tp_size of 1, or mixed_precision bf16",
         ),
-        *((wrong and config.local_steps is not None, text) for wrong, text in _local_step_checks(config, describe)),
+        *_local_step_checks(config, describe),
     )
     return [*axis_problems(config, describe), *(problem for is_wrong, problem in checks if is_wrong)]
 
@@ -328,7 +325,10 @@ def _local_step_checks(config: RunConfig, describe: Callable[[str], str]) -> Ite
             "for which all ranks have to see the same gradients; use raise or warn",
         ),
     ):
-        yield is_wrong, f"{describe('local_steps')} contradicts {describe(path)}, {reason}"
+        yield (
+            config.local_steps is not None and is_wrong,
+            f"{describe('local_steps')} contradicts {describe(path)}, {reason}",
+        )
 
 
 UNUSED_UNDER = {
@@ -341,27 +341,40 @@ UNUSED_UNDER = {
 
 def unused_notes(config: RunConfig, given: Collection[str], describe: Callable[[str], str]) -> list[str]:
     """Return remarks on options that were given and that another option leaves without effect."""
-    decisive = {name: "strategy" for name, strategies in UNUSED_UNDER.items() if config.strategy in strategies}
-    if config.compile.backend == "no":
-        decisive["compile"] = "compile.backend"
-    if config.mixed_precision != MixedPrecision.FP8:
-        decisive["fp8"] = "mixed_precision"
-    if config.local_steps is None:
-        decisive["outer_optimizer"] = "local_steps"
+    decisive, options = _unused_sections(config), _unused_options(config)
     changed = [path for path in given if get_value(config, path) != field_specs()[path].default]
     notes = []
     for section, path in decisive.items():
         if asked := [option for option in changed if option.startswith(f"{section}.")]:
             notes.append(f"{', '.join(map(describe, asked))}: not used with {describe(path)}")
-    unused = {"deepspeed": "strategy"} if "deepspeed" in decisive else {}
+    unused = [(path, by) for path, by in options.items() if path in given and path.rpartition(".")[0] not in decisive]
+    return notes + [f"{describe(path)} is not used: {describe(by)}" for path, by in unused]
+
+
+def _unused_sections(config: RunConfig) -> dict[str, str]:
+    """Return the sections that nothing reads, each with the option that decides so."""
+    unused = {name: "strategy" for name, strategies in UNUSED_UNDER.items() if config.strategy in strategies}
+    if config.compile.backend == "no":
+        unused["compile"] = "compile.backend"
+    if config.mixed_precision != MixedPrecision.FP8:
+        unused["fp8"] = "mixed_precision"
+    if config.local_steps is None:
+        unused["outer_optimizer"] = "local_steps"
+    return unused
+
+
+def _unused_options(config: RunConfig) -> dict[str, str]:
+    """Return options that another one of their section leaves without effect, each with that one."""
+    unused = {}
+    if config.strategy in UNUSED_UNDER["deepspeed"]:
+        unused["deepspeed"] = "strategy"  # as a block, not option by option
     if config.local_steps is None and config.local_steps_after:
         unused["local_steps_after"] = "local_steps"
     if config.local_steps is not None and config.outer_optimizer.lr is None:
         unused |= dict.fromkeys(("outer_optimizer.momentum", "outer_optimizer.nesterov"), "outer_optimizer.lr")
     if config.parallel.tp_size == 1:
         unused["parallel.tp_plan"] = "parallel.tp_size"
-    if "fsdp" not in decisive:
-        policies = {"fsdp.wrap_classes": WrapPolicy.TRANSFORMER, "fsdp.min_num_params": WrapPolicy.SIZE}
-        others = (path for path, policy in policies.items() if config.fsdp.wrap_policy is not policy)
-        unused |= {path: "fsdp.wrap_policy" for path in others if get_value(config, path)}
-    return notes + [f"{describe(path)} is not used: {describe(by)}" for path, by in unused.items() if path in given]
+    for path, policy in {"fsdp.wrap_classes": WrapPolicy.TRANSFORMER, "fsdp.min_num_params": WrapPolicy.SIZE}.items():
+        if config.fsdp.wrap_policy is not policy and get_value(config, path):
+            unused[path] = "fsdp.wrap_policy"
+    return unused

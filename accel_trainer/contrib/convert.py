@@ -15,9 +15,8 @@ from typing import Any
 
 from accel_trainer import logging
 from accel_trainer.config import Dialect, read_file, resolve, to_file_dict
-from accel_trainer.config.deepspeed.block import leaves, read_block
+from accel_trainer.config.deepspeed_block import leaves, read_block
 from accel_trainer.config.dialects.fsdp import WITHOUT_EFFECT, fsdp_keys, strategy_name
-from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import (
     FrozenDict,
     FSDPConfig,
@@ -28,6 +27,7 @@ from accel_trainer.config.schema import (
     get_value,
 )
 from accel_trainer.config.validation import show
+from accel_trainer.config.yaml_reader import dump_yaml
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.cli import as_subcommand
 from accel_trainer.launch.config_file import ClusterConfig, write_config

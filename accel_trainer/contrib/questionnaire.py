@@ -14,9 +14,9 @@ from typing import Any
 
 from accel_trainer.config import FieldSpec, field_specs, resolve, to_file_dict
 from accel_trainer.config.description import documentation
-from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import set_key, thaw
 from accel_trainer.config.validation import COMPILE_MODES, WrongValueError, coerce
+from accel_trainer.config.yaml_reader import dump_yaml
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.launch.config_file import accelerate_config_path
 from accel_trainer.launch.flags import launch_flags

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from accel_trainer.config import Dialect, read_file, resolve, to_file_dict
-from accel_trainer.config.deepspeed.block import accelerate_fields
+from accel_trainer.config.deepspeed_block import accelerate_fields
 from accel_trainer.config.description import commented_yaml, json_schema
 from accel_trainer.config.dialects.accelerate import DYNAMO, PARALLEL_SIZES
 from accel_trainer.config.dialects.fsdp import fsdp_keys
-from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import MixedPrecision, RunConfig, get_value
+from accel_trainer.config.yaml_reader import dump_yaml
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.cli import load_command
 from accel_trainer.launch.flags import launch_flags

@@ -24,8 +24,8 @@ from accel_trainer.config.dialects.accelerate import (
     PARALLEL_SIZES,
     put_parallelism,
 )
+from accel_trainer.config.document import Entry
 from accel_trainer.config.layer import Layer, SourceKind
-from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.validation import BOOLEAN_WORDS, WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
 

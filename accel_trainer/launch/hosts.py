@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_trainer.config import Resolved, SourceKind, field_specs
-from accel_trainer.config.deepspeed.block import LAUNCH_FIELDS
+from accel_trainer.config.deepspeed_block import LAUNCH_FIELDS
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, MissingExtraError, did_you_mean
 from accel_trainer.runtime.launchers import DEFAULT_PORT

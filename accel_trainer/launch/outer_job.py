@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_trainer.config import Resolved
+from accel_trainer.config.document import Entry
 from accel_trainer.config.files import FileConfig
 from accel_trainer.config.layer import Layer, SourceKind
-from accel_trainer.config.readers.document import Entry
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.hosts import HostJob, agent_options
 from accel_trainer.runtime.cores import usable_cores

@@ -91,7 +91,6 @@ from accel_trainer.plugins import (
     AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
-    DDPCommunicationHookType,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DummyOptim,
@@ -154,6 +153,7 @@ from accel_trainer.runtime.tensor_trees import (
 )
 from accel_trainer.runtime.tensor_trees import find_batch_size as ignorant_find_batch_size
 from accel_trainer.runtime.tensor_trees import is_tensor as is_torch_tensor
+from accel_trainer.strategies.comm_hooks import DDPCommunicationHookType
 from accel_trainer.strategies.compile import compile_regions, has_repeated_blocks, is_repeated_blocks
 from accel_trainer.tree import honor_type, is_namedtuple, merge_dicts, recursive_getattr
 from accel_trainer.unsupported import explain_missing

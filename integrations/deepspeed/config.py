@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from accel_trainer.config.deepspeed.block import ZERO3_INIT, EngineBlock, read_block
-from accel_trainer.config.deepspeed.keys import (
+from accel_trainer.config.config_source import problem_report
+from accel_trainer.config.deepspeed_block import ZERO3_INIT, EngineBlock, read_block
+from accel_trainer.config.deepspeed_keys import (
     KNOWN_KEYS,
     OPTIMIZER_PARAMS,
     OPTIMIZER_TYPES,
@@ -25,7 +26,6 @@ from accel_trainer.config.deepspeed.keys import (
     join,
     unknown_keys,
 )
-from accel_trainer.config.readers.document import problem_report
 from accel_trainer.config.schema import get_key
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel_trainer.config import Dialect, packaged_names, read_file, resolve
-from accel_trainer.config.readers.document import MAX_BYTES
+from accel_trainer.config.config_source import MAX_BYTES
 from accel_trainer.errors import ConfigError
 
 STRATEGIES = {

@@ -12,8 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from accel_trainer.config import RunConfig, build_config, field_specs, resolve, to_file_dict, to_yaml
-from accel_trainer.config.readers.yaml_reader import read_yaml
 from accel_trainer.config.validation import COMPILE_MODES, WrongValueError, coerce
+from accel_trainer.config.yaml_reader import read_yaml
 from accel_trainer.errors import ConfigError
 
 TEXTS = st.text(min_size=1, max_size=10) | st.sampled_from(["no", "1e5", "010", "~", "null", "0,1", "{", "a: b", "# c"])

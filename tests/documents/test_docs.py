@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from accel_trainer.config import field_specs, read_file
-from accel_trainer.config.readers.document import packaged_names
+from accel_trainer.config.config_source import packaged_names
 from accel_trainer.launch import cli
 from accel_trainer.launch.flags import parse_options
 from tests.documents import commands_page

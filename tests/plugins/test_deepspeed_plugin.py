@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_trainer.config import resolve
-from accel_trainer.config.deepspeed.block import read_block
+from accel_trainer.config.deepspeed_block import read_block
 from accel_trainer.errors import ConfigError
 from accel_trainer.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from accel_trainer.config.deepspeed.block import ACCELERATE_FIELDS, is_complete, named_file, put_document_block
-from accel_trainer.config.deepspeed.keys import KNOWN_KEYS as DEEPSPEED_KEYS
+from accel_trainer.config.deepspeed_block import ACCELERATE_FIELDS, is_complete, named_file, put_document_block
+from accel_trainer.config.deepspeed_keys import KNOWN_KEYS as DEEPSPEED_KEYS
 from accel_trainer.config.dialects.fsdp import entries_of, is_neutral, translate_entries
+from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer
-from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.errors import did_you_mean
 
@@ -95,6 +95,12 @@ def translate(document: Document, content: Mapping[Key, Node], layer: Layer) -> 
     _Reader(document, content, layer).read()
 
 
+def _unknown_hint(name: str) -> str:
+    if name in field_specs() or name in section_names():
+        return "; it is a key of accel_trainer's own files, and this one is an accelerate file: use one of the two"
+    return did_you_mean(name, KNOWN_KEYS)
+
+
 class _Reader:
     """Translates the keys and the blocks of one accelerate file into one layer."""
 
@@ -143,10 +149,7 @@ class _Reader:
             if entry.value not in (None, "LOCAL_MACHINE"):
                 self.layer.wrong(entry, "LOCAL_MACHINE")
         elif name not in _SPECIAL:
-            is_ours = name in field_specs() or name in section_names()
-            ours = "; it is a key of accel_trainer's own files, and this one is an accelerate file: use one of the two"
-            hint = ours if is_ours else did_you_mean(name, KNOWN_KEYS)
-            self.layer.problems.append(self.document.unknown_key_problem(self.keys[name], hint))
+            self.layer.problems.append(self.document.unknown_key_problem(self.keys[name], _unknown_hint(name)))
 
     def unknown(self, key: Key, section: str, known: Iterable[str]) -> None:
         hint = did_you_mean(key.name, known)
@@ -238,15 +241,17 @@ class _Reader:
         num_processes = self.layer.settings.get("launch.num_processes")
         if name == "ddp" and num_processes is not None and num_processes.value == 1:
             name = "auto"
-        sizes = {axis: self.layer.settings.get(f"parallel.{axis}_size") for axis in ("tp", "cp", "sp")}
-        shared = (f"{axis}_size is {size.value}" for axis, size in sizes.items() if size and size.value > 1)
-        # Ranks along these axes compute a batch together, which replicas do not.
-        if name == "ddp" and (size := next(shared, None)):
+        if name == "ddp" and (size := self.shared_size()):
             name = "fsdp2"
             self.layer.notes.append(f"{entry.subject} is {kind}, and {size}: strategy 'fsdp2' runs")
         self.layer.put("strategy", entry, name)
         if kind == "MULTI_CPU" and "use_cpu" not in self.layer.settings:
             self.layer.put("use_cpu", entry, True)
+
+    def shared_size(self) -> str | None:
+        """Return the size of an axis along which ranks compute a batch together, in words, where there is one."""
+        sizes = {axis: self.layer.settings.get(f"parallel.{axis}_size") for axis in ("tp", "cp", "sp")}
+        return next((f"{axis}_size is {size.value}" for axis, size in sizes.items() if size and size.value > 1), None)
 
     def megatron_lm(self, kind: str | None) -> None:
         """Take the degree of tensor parallelism; refuse the other options of Megatron-LM that ask for something."""
@@ -283,17 +288,20 @@ class _Reader:
 
 def put_parallelism(entries: Mapping[str, Entry], layer: Layer) -> None:
     """Map the sizes of accelerate's ParallelismConfig, by name; null is a size of 1, and all of 1 ask for nothing."""
-    sizes: dict[str, int] = {}
-    for name, entry in entries.items():
-        size = 1 if entry.value is None else entry.value
-        if name == PARALLEL_COMM:
-            continue
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            layer.wrong(entry, "a whole number of at least 1")
-        else:
-            sizes[name] = size
+    sizes = _sizes_of({name: entry for name, entry in entries.items() if name != PARALLEL_COMM}, layer)
     if any(size > 1 for size in sizes.values()):
         for name, size in sizes.items():
             layer.put(f"parallel.{name}", entries[name], size)
     if PARALLEL_COMM in entries and entries[PARALLEL_COMM].value is not None and sizes.get("cp_size", 1) > 1:
         layer.put(f"parallel.{PARALLEL_COMM}", entries[PARALLEL_COMM])
+
+
+def _sizes_of(entries: Mapping[str, Entry], layer: Layer) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for name, entry in entries.items():
+        size = 1 if entry.value is None else entry.value
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            layer.wrong(entry, "a whole number of at least 1")
+        else:
+            sizes[name] = size
+    return sizes

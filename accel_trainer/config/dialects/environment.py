@@ -11,11 +11,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from accel_trainer.config.deepspeed.block import CONFIG_FILE, FIELDS, KEY_PREFIX, put_block
+from accel_trainer.config.deepspeed_block import CONFIG_FILE, FIELDS, KEY_PREFIX, put_block
 from accel_trainer.config.dialects.accelerate import DYNAMO, FP8, PARALLEL_COMM, PARALLEL_SIZES, put_parallelism
 from accel_trainer.config.dialects.fsdp import is_known_key, translate_entries
+from accel_trainer.config.document import Entry
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
-from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.schema import FieldSpec, field_specs
 from accel_trainer.config.validation import WrongValueError, coerce, show
 from accel_trainer.errors import did_you_mean
@@ -85,9 +85,7 @@ def _read_accelerate(given: Mapping[str, str]) -> Layer:
     for name, path in _DIRECT.items():
         if name in given and not _is_launcher_default(name, given):
             layer.put(path, _variable(name, given[name]))
-    if given.get("ACCELERATE_MIXED_PRECISION", "").strip().lower() == "fp8":
-        for name in _FP8.keys() & given.keys():
-            layer.put(_FP8[name], _variable(name, given[name]))
+    _read_fp8(given, layer)
     engines = [name for name in _ENGINES if _is_true(given, name, layer)]
     if len(engines) > 1:
         layer.problems.append(f"environment variables {' and '.join(engines)} are both true; a run has one strategy")
@@ -102,14 +100,14 @@ def _read_accelerate(given: Mapping[str, str]) -> Layer:
         if "strategy" not in layer.settings:
             layer.put("strategy", _variable(name, _ENGINES[name]))
     if _is_true(given, "ACCELERATE_USE_PARALLELISM_CONFIG", layer):
-        sizes = {}
-        for size in (*PARALLEL_SIZES, PARALLEL_COMM):
-            name = f"PARALLELISM_CONFIG_{size.upper()}"
-            if name in given:
-                value = given[name].strip()
-                sizes[size] = _variable(name, int(value) if value.isdecimal() and int(value) else value)
-        put_parallelism(sizes, layer)
+        _read_parallelism(given, layer)
     return layer
+
+
+def _read_fp8(given: Mapping[str, str], layer: Layer) -> None:
+    if given.get("ACCELERATE_MIXED_PRECISION", "").strip().lower() == "fp8":
+        for name in _FP8.keys() & given.keys():
+            layer.put(_FP8[name], _variable(name, given[name]))
 
 
 def _is_launcher_default(name: str, given: Mapping[str, str]) -> bool:
@@ -168,6 +166,16 @@ def _read_fsdp(given: Mapping[str, str], layer: Layer) -> None:
     if word("forward_prefetch") == "false":
         del entries["forward_prefetch"]
     translate_entries(entries.values(), layer, source_name="the environment (FSDP_*)", default_version=1)
+
+
+def _read_parallelism(given: Mapping[str, str], layer: Layer) -> None:
+    sizes = {}
+    for size in (*PARALLEL_SIZES, PARALLEL_COMM):
+        name = f"PARALLELISM_CONFIG_{size.upper()}"
+        if name in given:
+            value = given[name].strip()
+            sizes[size] = _variable(name, int(value) if value.isdecimal() and int(value) else value)
+    put_parallelism(sizes, layer)
 
 
 def read_launch_variable(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer
-from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import FSDPConfig, thaw
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
@@ -121,17 +121,7 @@ def translate_entries(entries: Iterable[Entry], layer: Layer, *, source_name: st
 
     Without a version, the source is of `default_version`: 1 for accelerate, 2 for transformers.
     """
-    by_key: dict[str, Entry] = {}
-    for entry in entries:
-        if entry.value is None or entry.value == "":
-            continue
-        previous = by_key.get(_bare(entry.name))
-        if previous is not None and previous.value != entry.value:
-            layer.problems.append(
-                f"{entry.subject} contradicts {previous.subject}: they give {show(entry.value)} and "
-                f"{show(previous.value)}; keep one of the two"
-            )
-        by_key[_bare(entry.name)] = entry
+    by_key = _by_key(entries, layer)
     for key, entry in by_key.items():
         if key in _NOT_OFFERED:
             if not is_neutral(entry.value):
@@ -145,6 +135,22 @@ def translate_entries(entries: Iterable[Entry], layer: Layer, *, source_name: st
         if key in by_key:
             _put_sharding(key, by_key[key], layer)
     _put_note(by_key, layer, source_name, version)
+
+
+def _by_key(entries: Iterable[Entry], layer: Layer) -> dict[str, Entry]:
+    """Return the entries that are set, by key; two spellings of one key may not contradict each other."""
+    by_key: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.value is None or entry.value == "":
+            continue
+        previous = by_key.get(_bare(entry.name))
+        if previous is not None and previous.value != entry.value:
+            layer.problems.append(
+                f"{entry.subject} contradicts {previous.subject}: they give {show(entry.value)} and "
+                f"{show(previous.value)}; keep one of the two"
+            )
+        by_key[_bare(entry.name)] = entry
+    return by_key
 
 
 def _is_unbounded(by_key: Mapping[str, Entry]) -> bool:

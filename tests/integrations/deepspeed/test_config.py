@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from accel_trainer.config import packaged_names, resolve
-from accel_trainer.config.deepspeed.block import block_of, read_block
-from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, OPTIMIZER_TYPES, REMOVED_KEYS, SCHEDULER_PARAMS
+from accel_trainer.config.deepspeed_block import block_of, read_block
+from accel_trainer.config.deepspeed_keys import KNOWN_KEYS, OPTIMIZER_TYPES, REMOVED_KEYS, SCHEDULER_PARAMS
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.config import (
     Fact,

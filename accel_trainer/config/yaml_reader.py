@@ -14,14 +14,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from accel_trainer.config.readers.document import (
-    MAX_DEPTH,
-    MAX_NODES,
-    Document,
-    Key,
-    Node,
-    document_from_mapping,
-)
+from accel_trainer.config.document import MAX_DEPTH, MAX_NODES, Document, Key, Node, document_from_mapping
 from accel_trainer.errors import ConfigError
 
 _TAG = "tag:yaml.org,2002:"
@@ -39,12 +32,7 @@ _KINDS = (("bool", _BOOL), ("int", _INT), ("float", _FLOAT), ("null", _NULL))
 
 
 def read_yaml(text: str, name: str) -> Document:
-    """Parse YAML text; `name` stands for it in messages.
-
-    Raises:
-        ConfigError: not valid YAML, more than one document, aliases that expand beyond `MAX_NODES` values, or nesting
-            beyond `MAX_DEPTH`. Tags and duplicate keys become problems of the document.
-    """
+    """Parse YAML text; `name` stands for it in messages."""
     try:
         return _Composer(yaml.parse(text, Loader=yaml.SafeLoader), name, _scalar).compose()
     except yaml.MarkedYAMLError as error:
@@ -59,12 +47,7 @@ def read_yaml(text: str, name: str) -> Document:
 
 
 def read_json(text: str, name: str) -> Document:
-    """Parse JSON text; `name` stands for it in messages.
-
-    Raises:
-        ConfigError: not valid JSON, NaN or infinity, more than `MAX_NODES` values, or nesting beyond `MAX_DEPTH`.
-            Duplicate keys become problems of the document.
-    """
+    """Parse JSON text; `name` stands for it in messages."""
 
     def refuse(constant: str) -> NoReturn:
         raise ConfigError(f"{name} holds {constant}, which is not a value of JSON; use a finite number")

@@ -16,17 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, join
+from accel_trainer.config.config_source import FileProblemsError, load_document, packaged_names
+from accel_trainer.config.deepspeed_keys import KNOWN_KEYS, join
+from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
-from accel_trainer.config.readers.document import (
-    Document,
-    Entry,
-    FileProblemsError,
-    Key,
-    Node,
-    load_document,
-    packaged_names,
-)
 from accel_trainer.config.schema import FrozenDict, MixedPrecision, get_key, set_key, thaw
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError
@@ -94,11 +87,7 @@ class EngineBlock:
 
 
 def accelerate_fields(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a block as accelerate's `deepspeed_config` has it: the fields, and no sections of DeepSpeed's own.
-
-    Raises:
-        FileProblemsError: a `ConfigError` with all problems of the block, and of the file that it names.
-    """
+    """Return a block as accelerate's `deepspeed_config` has it: the fields, and no sections of DeepSpeed's own."""
     if block.keys() <= set(ACCELERATE_FIELDS):
         return dict(block)
     read = read_block(block)
@@ -146,11 +135,7 @@ def named_file(block: Mapping[str, Any]) -> Any:
 
 
 def merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one block of two levels of precedence: single fields win one by one, a complete one replaces the lower.
-
-    Raises:
-        ConfigError: the lower block has to be read for that, and it cannot be.
-    """
+    """Return one block of two levels of precedence: single fields win one by one, a complete one replaces the lower."""
     if is_complete(above):
         return {**{name: value for name, value in below.items() if name in LAUNCH_FIELDS}, **above}
     if not is_complete(below) or above.keys() <= set(LAUNCH_FIELDS):
@@ -171,9 +156,6 @@ def read_block(block: Mapping[str, Any], *, origins: Mapping[str, str] | None = 
 
     A field fills keys that the file leaves out or leaves to "auto", and contradicts any other value. Fields alone mean
     stage 2, as in accelerate. `origins` of keys are for messages.
-
-    Raises:
-        FileProblemsError: a `ConfigError` with all problems of the block, and of the file.
     """
     origins = origins or {}
     reader = _Reader(origins)
@@ -430,14 +412,7 @@ def _fix_options(settings: dict[str, Setting], block: Setting, problems: list[st
     except FileProblemsError as error:
         problems.extend(error.problems)
         return
-    fixed: list[tuple[str, str, Any]] = []  # option, key of the block, value
-    steps = content.data.get("gradient_accumulation_steps")
-    if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1:
-        fixed.append(("accumulation.num_steps", "gradient_accumulation_steps", steps))
-    enabled = [kind for kind in ("bf16", "fp16") if get_key(content.data, f"{kind}.enabled") is True]
-    if len(enabled) == 1:
-        fixed.append(("mixed_precision", f"{enabled[0]}.enabled", MixedPrecision(enabled[0])))
-    for path, key, value in fixed:
+    for path, key, value in _fixed_options(content.data):
         source = Source(block.source.kind, content.origins.get(key, block.source.where))
         known = settings.get(path)
         if known is None or known.value != value and _is_weaker(known, source):
@@ -448,6 +423,16 @@ def _fix_options(settings: dict[str, Setting], block: Setting, problems: list[st
                 f"(from {source.where}) makes it {show(value)}: DeepSpeed would go by {show(value)}; give both the "
                 'same value, or write "auto" there'
             )
+
+
+def _fixed_options(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (option, key of the block, value) of the options that a DeepSpeed configuration fixes, too."""
+    steps = data.get("gradient_accumulation_steps")
+    if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1:
+        yield "accumulation.num_steps", "gradient_accumulation_steps", steps
+    enabled = [kind for kind in ("bf16", "fp16") if get_key(data, f"{kind}.enabled") is True]
+    if len(enabled) == 1:
+        yield "mixed_precision", f"{enabled[0]}.enabled", MixedPrecision(enabled[0])
 
 
 def _is_weaker(known: Setting, source: Source) -> bool:

@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_trainer.config.readers.document import MAX_DEPTH, MAX_NODES, Key, document_from_mapping
-from accel_trainer.config.readers.yaml_reader import dump_yaml, read_json, read_yaml
+from accel_trainer.config.document import MAX_DEPTH, MAX_NODES, Key, document_from_mapping
+from accel_trainer.config.yaml_reader import dump_yaml, read_json, read_yaml
 from accel_trainer.errors import ConfigError
 
 

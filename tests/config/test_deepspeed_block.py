@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_trainer.config import SourceKind, packaged_names, read_file, resolve, to_file_dict, to_yaml
-from accel_trainer.config.deepspeed.block import FIELDS, block_of, merge_blocks, read_block
-from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, join
-from accel_trainer.config.readers.yaml_reader import read_yaml
+from accel_trainer.config.deepspeed_block import FIELDS, block_of, merge_blocks, read_block
+from accel_trainer.config.deepspeed_keys import KNOWN_KEYS, join
 from accel_trainer.config.schema import get_key
+from accel_trainer.config.yaml_reader import read_yaml
 from accel_trainer.errors import ConfigError
 
 ENGINE = {
