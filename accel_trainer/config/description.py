@@ -66,7 +66,7 @@ def json_schema() -> dict[str, Any]:
 
 def _property(spec: FieldSpec) -> dict[str, Any]:
     result: dict[str, Any] = {"description": documentation().get(spec.path, "")}
-    kinds = typing.get_args(spec.annotation) if _is_union(spec.annotation) else (spec.annotation,)
+    kinds = typing.get_args(spec.annotation) if isinstance(spec.annotation, types.UnionType) else (spec.annotation,)
     words: list[str] = []
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, StrEnum):
@@ -85,10 +85,6 @@ def _property(spec: FieldSpec) -> dict[str, Any]:
     if spec.path != "deepspeed":
         result["default"] = thaw(spec.default)
     return result
-
-
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (types.UnionType, typing.Union)
 
 
 def commented_yaml(content: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:

@@ -123,7 +123,8 @@ def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | No
         lenient: take text for numbers and booleans too, as environment variables and accelerate's files need.
         text: the scalar as it stood unquoted in a file, if it did.
     """
-    kind = _without_none(spec.annotation)
+    # An option that may be None is written KIND | None.
+    kind = typing.get_args(spec.annotation)[0] if isinstance(spec.annotation, types.UnionType) else spec.annotation
     result: Any
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         result = _enum(kind, value, text)
@@ -141,12 +142,6 @@ def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | No
     if check is not None and not check(result):
         raise WrongValueError(expected)
     return result
-
-
-def _without_none(annotation: Any) -> Any:
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return next(kind for kind in typing.get_args(annotation) if kind is not type(None))
-    return annotation
 
 
 def _unquoted_hint(value: Any, text: str | None) -> str:

@@ -85,11 +85,7 @@ class _DeviceCopies:
     """Copies of batches to an accelerator, in a stream of their own where it has streams."""
 
     def __init__(self, device: torch.device, config: DataConfig, *, pins: bool = False) -> None:
-        """Copy nothing yet.
-
-        Args:
-            pins: pin batches here, where the configuration wants them pinned: no thread of the loader has.
-        """
+        """`pins` batches here, where the configuration wants them pinned: no thread of the loader has."""
         self._device = device
         self._non_blocking = config.non_blocking
         self._pins = pins and config.pin_memory and torch.accelerator.is_available()

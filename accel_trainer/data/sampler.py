@@ -28,8 +28,7 @@ from accel_trainer.data.randomness import draw_alike
 from accel_trainer.errors import IncompatibleCheckpointError
 
 _NESTED = ("batch_sampler", "sampler")
-_NESTED_LIST = "batch_samplers"
-"""Of sentence-transformers' samplers over several datasets."""
+_NESTED_LIST = "batch_samplers"  # of sentence-transformers' samplers over several datasets
 
 
 class SeedableRandomSampler(RandomSampler):

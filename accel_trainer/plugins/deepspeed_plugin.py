@@ -28,8 +28,7 @@ from accel_trainer.plugins.kwargs import OptionObject
 from accel_trainer.strategies.api import Capabilities, Strategy
 
 _AUTO = "auto"
-_ONLY = "default"
-"""Name of a plugin that is the only one."""
+_ONLY = "default"  # name of a plugin that is the only one
 _MOE = "transformer_moe_cls_names"
 
 _READ_BY_SCRIPTS = (

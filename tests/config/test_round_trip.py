@@ -70,6 +70,7 @@ def configurations(draw):
         assume(not values.get("ddp.static_graph") and values.get("strategy", "auto") not in ("fsdp2", "deepspeed"))
         assume(values.get("on_nonfinite") in (None, "raise", "warn") and values.get("mixed_precision") != "fp16")
     if "launch.min_processes" in values:
+        assume(values.get("fsdp.replicate_size", 1) == 1)  # which would have to divide it
         values["launch.num_processes"] = values["launch.min_processes"] + 1
     if values.get("mixed_precision") == "fp8":
         assume(values.get("fp8.backend", "ao") == "ao" and values.get("parallel.tp_size", 1) == 1)

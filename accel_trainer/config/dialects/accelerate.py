@@ -40,10 +40,6 @@ _NOT_OFFERED = {
     **dict.fromkeys(_TPU_KEYS, "chips are found where torch-tpu is; remove the TPU keys"),
     **_OF_OTHER_ENGINES,
 }
-_SAGEMAKER_KEYS = (
-    "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
-    "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args",
-)  # fmt: skip
 DYNAMO = {
     "backend": "compile.backend",
     "mode": "compile.mode",
@@ -86,7 +82,7 @@ _DISTRIBUTED_TYPES = (
 
 MARKER_KEYS = frozenset({"compute_environment", "distributed_type", *_SECTIONS, *_OF_OTHER_ENGINES})
 """Keys that only an accelerate file has; one of them decides the dialect."""
-KNOWN_KEYS = frozenset({*_DIRECT, *_NOT_OFFERED, *_SPECIAL, *_SAGEMAKER_KEYS})
+KNOWN_KEYS = frozenset({*_DIRECT, *_NOT_OFFERED, *_SPECIAL})
 """Every top-level key of an accelerate file."""
 
 
