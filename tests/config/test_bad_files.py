@@ -164,6 +164,10 @@ OWN = {
         "deepspeed: [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]\n",
         "train.yaml:1 is nested deeper than 32 levels; a configuration has few",
     ),
+    "unknown key only": (
+        "num_proceses: 2\n",
+        "unknown key 'num_proceses' at train.yaml:1; did you mean 'num_processes'?",
+    ),
     "several problems": (
         "strategy: fsdp2\n"
         "mixed_precision: fp61\n"
@@ -334,12 +338,13 @@ OF_HUGGING_FACE = {
     ),
     "accelerate ipex": (
         "distributed_type: MULTI_CPU\nipex_config:\n  ipex: true\n",
-        "ipex_config at train.yaml:2 is {'ipex': True}, which is not offered: Intel's extension is not used, PyTorch has "
-        "it built in; remove the block",
+        "ipex_config at train.yaml:2 is {'ipex': True}, which is not offered: Intel's extension is not used, PyTorch "
+        "has it built in; remove the block",
     ),
     "accelerate tpu pod": (
         "distributed_type: MULTI_GPU\ntpu_name: pod\n",
-        "tpu_name at train.yaml:2 is 'pod', which is not offered: chips are found where torch-tpu is; remove the TPU keys",
+        "tpu_name at train.yaml:2 is 'pod', which is not offered: chips are found where torch-tpu is; remove the TPU "
+        "keys",
     ),
 }
 

@@ -86,22 +86,10 @@ ACCELERATE: dict[str, tuple[str, dict[str, Any]]] = {
         f"{HEAD_0_14}distributed_type: MULTI_GPU\nmixed_precision: 'no'\ndynamo_backend: INDUCTOR\n",
         {"compile.backend": "inductor"},
     ),
-    "0.14 dynamo_backend NO": (
-        f"{HEAD_0_14}distributed_type: MULTI_GPU\nmixed_precision: 'no'\ndynamo_backend: 'NO'\n",
-        {"compile.backend": "no"},
-    ),
-    "0.15 gpu_ids": (
-        f"{HEAD_0_14}distributed_type: MULTI_GPU\nmixed_precision: 'no'\n".replace("gpu_ids: all", "gpu_ids: 0,1,3,5"),
-        {"launch.gpu_ids": "0,1,3,5"},
-    ),
     "0.16 dynamo_config": (
         f"{HEAD_0_16}distributed_type: MULTI_GPU\nmixed_precision: bf16\ndynamo_config:\n  dynamo_backend: INDUCTOR\n"
         "  dynamo_mode: reduce-overhead\n  dynamo_use_dynamic: true\n  dynamo_use_fullgraph: false\n",
         {"compile.backend": "inductor", "compile.mode": "reduce-overhead", "compile.dynamic": True},
-    ),
-    "0.17 c10d": (
-        f"{HEAD_0_16}distributed_type: MULTI_GPU\nmixed_precision: bf16\n".replace("static", "c10d"),
-        {"launch.rdzv_backend": "c10d"},
     ),
     "0.17 without ipex": (
         f"{HEAD_0_16}distributed_type: MULTI_CPU\nmixed_precision: bf16\nipex_config:\n  ipex: false\n",
@@ -131,25 +119,6 @@ ACCELERATE: dict[str, tuple[str, dict[str, Any]]] = {
             "fsdp.backward_prefetch": False,
         },
     ),
-    "0.25 hybrid": (
-        f"{FSDP1}  fsdp_sharding_strategy: HYBRID_SHARD\n",
-        {"fsdp.replicate_per_node": True, "fsdp.reshard_after_forward": True},
-    ),
-    "0.25 no shard": (f"{FSDP1}  fsdp_sharding_strategy: NO_SHARD\n", {"strategy": "ddp"}),
-    "0.29 checkpointing": (
-        f"{FSDP1}  fsdp_activation_checkpointing: true\n  fsdp_sharding_strategy: FULL_SHARD\n",
-        {"fsdp.activation_checkpointing": True},
-    ),
-    "0.28 affinity": (
-        f"{HEAD_1_0}distributed_type: MULTI_GPU\nmixed_precision: bf16\n".replace("affinity: false", "affinity: true"),
-        {"launch.enable_cpu_affinity": True, "launch.num_processes": 8},
-    ),
-    "0.20 debug": (
-        f"{HEAD_1_0}distributed_type: MULTI_GPU\nmixed_precision: bf16\n".replace("debug: false", "debug: true"),
-        {"debug": True},
-    ),
-    "1.0 NPUs": (f"{HEAD_1_0}distributed_type: MULTI_NPU\nmixed_precision: fp16\n", {"strategy": "ddp"}),
-    "1.0 XPUs": (f"{HEAD_1_0}distributed_type: MULTI_XPU\nmixed_precision: bf16\n", {"strategy": "ddp"}),
     "1.0 ZeRO-3": (
         f"{ZERO}  gradient_accumulation_steps: 8\n  gradient_clipping: 1.0\n  offload_optimizer_device: cpu\n"
         "  offload_param_device: cpu\n  zero3_init_flag: true\n  zero3_save_16bit_model: true\n  zero_stage: 3\n",

@@ -13,18 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.graph_settings import apply_sharding
 
-from accel_trainer.config.schema import DataConfig
-from accel_trainer.data import PreparedDataLoader, prepare_data_loader, skip_first_batches
+from accel_trainer.data import PreparedDataLoader, skip_first_batches
 from accel_trainer.data.iterable_reader import is_sharded_by_rank, num_shards_of
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.process import ProcessContext
-
-SEED = 17
-
-
-def prepare(loader: DataLoader, rank: int = 0, world_size: int = 1, **config: Any) -> PreparedDataLoader:
-    process = ProcessContext(rank, rank, world_size, world_size, torch.device("cpu"), None)
-    return prepare_data_loader(loader, process=process, config=DataConfig(**config), seed=SEED)
+from tests.number_sets import SEED, hub_stream, prepare, valid_ids
 
 
 class Stream(IterableDataset):
@@ -78,31 +70,6 @@ class OwnGenerator(Stream):
         return iter(torch.randperm(self.num_samples, generator=self.generator).tolist())
 
 
-def valid_ids(loaders: list[PreparedDataLoader]) -> list[int]:
-    ids: list[int] = []
-    for batches in zip(*loaders, strict=True):
-        for rank, batch in enumerate(batches):
-            rows = loaders[rank].rows
-            assert rows == loaders[0].rows
-            values = torch.as_tensor(batch).view(-1)
-            assert len(values) == rows.sizes[rank]
-            ids += values[: rows.rows[rank]].tolist()
-    return ids
-
-
-@pytest.mark.parametrize("stream", [Stream, Sized])
-@pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"split_batches": True}])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("num_samples", [1, 5, 12, 13, 26])
-def test_d10_every_sample_of_a_stream_once_and_in_order(
-    num_samples: int, world_size: int, options: dict[str, Any], stream: type[Stream]
-) -> None:
-    loaders = [prepare(DataLoader(stream(num_samples), 6), rank, world_size, **options) for rank in range(world_size)]
-
-    for _ in range(2):
-        assert valid_ids(loaders) == list(range(num_samples))
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}])
 @pytest.mark.parametrize("num_samples", [1, 2, 17])
@@ -125,14 +92,11 @@ def test_exactly_the_last_step_is_the_last(num_samples: int, workers: int) -> No
     assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
 
 
-@pytest.mark.parametrize(("world_size", "kept"), [(1, 12), (2, 12), (3, 12)])
-def test_drop_last_takes_full_global_batches_only(world_size: int, kept: int) -> None:
-    batch_size = 12 // world_size
-    loaders = [
-        prepare(DataLoader(Stream(13), batch_size, drop_last=True), rank, world_size) for rank in range(world_size)
-    ]
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_drop_last_takes_full_global_batches_only(world_size: int) -> None:
+    loader = DataLoader(Stream(13), 12 // world_size, drop_last=True)
 
-    assert valid_ids(loaders) == list(range(kept))
+    assert valid_ids([prepare(loader, rank, world_size) for rank in range(world_size)]) == list(range(12))
 
 
 def test_one_sample_at_a_time_without_batches() -> None:
@@ -266,10 +230,6 @@ def test_a_batch_that_cannot_be_split_is_refused() -> None:
 
 
 # --- datasets ------------------------------------------------------------------------------------------------------
-
-
-def hub_stream(num_samples: int, num_shards: int) -> datasets.IterableDataset:
-    return datasets.Dataset.from_dict({"id": list(range(num_samples))}).to_iterable_dataset(num_shards=num_shards)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -22,9 +22,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accel_trainer.config.schema import DataConfig
-from accel_trainer.data import PreparedDataLoader, prepare_data_loader, skip_first_batches
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.data import PreparedDataLoader, skip_first_batches
+from tests import number_sets
 from tests.number_sets import Numbers, Sized, Stream, keep_valid
 
 
@@ -101,10 +100,9 @@ CASES = st.builds(
 
 
 def prepare(case: Case, rank: int, world_size: int, batch_size: int, drop_last: bool) -> PreparedDataLoader:
-    process = ProcessContext(rank, rank, world_size, world_size, torch.device("cpu"), None)
-    config = DataConfig(even_batches=case.even, split_batches=case.split and world_size > 1)
     loader = build(case.kind, case.num_samples, batch_size, drop_last)
-    source = prepare_data_loader(loader, process=process, config=config, seed=3)
+    splits = case.split and world_size > 1
+    source = number_sets.prepare(loader, rank, world_size, seed=3, even_batches=case.even, split_batches=splits)
     source.set_epoch(case.epoch)
     return source
 
