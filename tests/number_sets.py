@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data import PreparedDataLoader, metrics, prepare_data_loader
@@ -27,14 +28,42 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
+    """Workers share the numbers out; `num_read` of them have been read in this process."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples, self.num_read = num_samples, 0
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(first, self.num_samples, step):
+            self.num_read += 1
+            yield index
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class Drawing(Stream):
+    """Shuffles with Python's global random numbers, as many streams do."""
+
+    def __iter__(self) -> Iterator[int]:
+        ids = list(super().__iter__())
+        random.shuffle(ids)
+        yield from ids
+
+
+class Odd(Sampler[int]):
+    """A sampler of the user's own, drawing from torch's global stream."""
+
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self.num_samples))
+        yield from torch.randperm(self.num_samples).tolist()
 
-
-class Sized(Stream):
     def __len__(self) -> int:
         return self.num_samples
 

@@ -110,6 +110,8 @@ class _StreamSource:
         self._seed = seed
         self._clock = SimpleNamespace(epoch=0)  # shared with copies that begin elsewhere
         self._resumed: Position | None = None
+        # At any sample, and not only where a global batch begins.
+        self._can_begin_anywhere = isinstance(stream, SlicedStream) and reader.num_workers == 0
 
     @property
     def has_exact_length(self) -> bool:
@@ -205,11 +207,6 @@ class _StreamSource:
         self._reader.__dict__.update(LOADER_AT_REST)  # workers that live on hold a copy of the stream as it was
 
     @property
-    def _can_begin_anywhere(self) -> bool:
-        """Whether a pass can begin at any sample, and not only where a global batch begins."""
-        return False
-
-    @property
     def loaded(self) -> Position | None:
         """The position at which the next pass begins, if it came from `resume`."""
         return self._resumed if self._resumed is not None and self._resumed.epoch == self.epoch else None
@@ -241,10 +238,6 @@ class SliceSource(_StreamSource):
     """A stream that every rank reads from its beginning, keeping its slice of each global batch. No communication."""
 
     _stream: SlicedStream
-
-    @property
-    def _can_begin_anywhere(self) -> bool:
-        return self._reader.num_workers == 0
 
     def rounds(self, loader: Any, progress: Progress) -> Iterator[tuple[Any, Any]]:
         """Yield the batches of all shards at each step, or this shard's slice, and the rows."""

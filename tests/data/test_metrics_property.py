@@ -5,7 +5,6 @@ The ranks of a job are simulated in one process, in step; tests/data/test_metric
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -24,20 +22,7 @@ from torch.utils.data import (
 
 from accel_trainer.data import PreparedDataLoader, skip_first_batches
 from tests import number_sets
-from tests.number_sets import Numbers, Sized, Stream, keep_valid
-
-
-class Odd(Sampler[int]):
-    """Draws from torch's global stream."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(self.num_samples).tolist()
-
-    def __len__(self) -> int:
-        return self.num_samples
+from tests.number_sets import Numbers, Odd, Sized, Stream, keep_valid
 
 
 class Cut(BatchSampler):

@@ -3,56 +3,26 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from accel_trainer.data import PreparedDataLoader, skip_first_batches
 from accel_trainer.errors import IncompatibleCheckpointError
-from tests.number_sets import Batches, Numbers, hub_stream, prepare
+from tests.number_sets import Batches, Drawing, Numbers, Odd, Sized, Stream, hub_stream, prepare
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 37, 8, 2
 GROWING = (1, 2, 3, 4) * 3 + (1, 2, 3, 1)
-
-
-class Stream(IterableDataset):
-    """Numbers, split over workers; without a state of its own."""
-
-    def __init__(self) -> None:
-        self.num_read = 0
-
-    def __iter__(self) -> Iterator[int]:
-        worker = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for index in range(first, SAMPLES, step):
-            self.num_read += 1
-            yield index
-
-
-class Sized(Stream):
-    def __len__(self) -> int:
-        return SAMPLES
-
-
-class Drawing(Stream):
-    """A stream that shuffles with Python's global random numbers."""
-
-    def __iter__(self) -> Iterator[int]:
-        ids = list(super().__iter__())
-        random.shuffle(ids)
-        yield from ids
 
 
 class Keeping(Stream):
     """A stream with a state: it goes on after the number that it has yielded last."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(SAMPLES)
         self.next, self.epoch = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -73,16 +43,6 @@ class Keeping(Stream):
         self.next = 0
 
 
-class Odd(Sampler[int]):
-    """A sampler of the user's own, drawing from torch's global stream."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(SAMPLES).tolist()
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-
 def collate(samples: list[Any]) -> list[int]:
     return [sample["id"] if isinstance(sample, dict) else sample for sample in samples]
 
@@ -98,10 +58,10 @@ def build(kind: str, batch_size: int, workers: int = 0, **options: Any) -> DataL
             Numbers(SAMPLES), batch_size, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES), **options
         ),
         "random": lambda: DataLoader(Numbers(SAMPLES), batch_size, sampler=RandomSampler(range(SAMPLES)), **options),
-        "odd": lambda: DataLoader(Numbers(SAMPLES), batch_size, sampler=Odd(), **options),
-        "stream": lambda: DataLoader(Stream(), batch_size, **options),
-        "sized": lambda: DataLoader(Sized(), batch_size, **options),
-        "drawing": lambda: DataLoader(Drawing(), batch_size, **options),
+        "odd": lambda: DataLoader(Numbers(SAMPLES), batch_size, sampler=Odd(SAMPLES), **options),
+        "stream": lambda: DataLoader(Stream(SAMPLES), batch_size, **options),
+        "sized": lambda: DataLoader(Sized(SAMPLES), batch_size, **options),
+        "drawing": lambda: DataLoader(Drawing(SAMPLES), batch_size, **options),
         "keeping": lambda: DataLoader(Keeping(), batch_size, **options),
         "hub": lambda: DataLoader(hub_stream(SAMPLES, 3), batch_size, **options),
         "hub shuffled": lambda: DataLoader(

@@ -40,7 +40,6 @@ class Net(nn.Module):
         self.computed: torch.dtype | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output."""
         y = self.layer(x)
         self.computed = y.dtype
         return y
@@ -191,7 +190,6 @@ class Blocks(nn.Module):
         self.head = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one number a row."""
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -201,7 +199,6 @@ class Own(Net):
     """A block with a forward of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output, rectified."""
         return self.layer(x).relu()
 
 
