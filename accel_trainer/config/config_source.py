@@ -47,7 +47,7 @@ def packaged_names() -> tuple[str, ...]:
 
 
 def load_document(source: ConfigSource) -> Document:
-    """Find and parse a configuration, any source that `read_file` takes."""
+    """Find and parse a configuration, any source that `read_file` takes; FileProblemsError where it cannot be read."""
     name = "the config dict"
     try:
         if isinstance(source, Mapping):

@@ -371,7 +371,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None) -> None:
-        """Set `project_dir`, and `logging_dir` where none was given."""
+        """Set `project_dir`, and `logging_dir` where none was given. A ConfigError beside another project_dir."""
         if None not in (self.project_dir, project_dir) and Path(self.project_dir) != Path(project_dir):  # type: ignore[arg-type]
             raise ConfigError(
                 f"project_dir={str(project_dir)!r} was given, and ProjectConfiguration(project_dir="
