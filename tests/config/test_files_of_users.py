@@ -1,6 +1,6 @@
-"""Files as users have them: of accelerate since 0.11, fsdp_config, DeepSpeed's own, as TRL and axolotl have them.
+"""Sixty files as users have them: of accelerate since 0.11, fsdp_config, DeepSpeed's own, as TRL and axolotl have them.
 
-Each loads to the values that it says, or fails with the line that is wrong; tests/config/test_bad_files.py has more.
+Each loads to the values that it says, or fails with the line that is wrong.
 """
 
 from __future__ import annotations
@@ -86,10 +86,22 @@ ACCELERATE: dict[str, tuple[str, dict[str, Any]]] = {
         f"{HEAD_0_14}distributed_type: MULTI_GPU\nmixed_precision: 'no'\ndynamo_backend: INDUCTOR\n",
         {"compile.backend": "inductor"},
     ),
+    "0.14 dynamo_backend NO": (
+        f"{HEAD_0_14}distributed_type: MULTI_GPU\nmixed_precision: 'no'\ndynamo_backend: 'NO'\n",
+        {"compile.backend": "no"},
+    ),
+    "0.15 gpu_ids": (
+        f"{HEAD_0_14}distributed_type: MULTI_GPU\nmixed_precision: 'no'\n".replace("gpu_ids: all", "gpu_ids: 0,1,3,5"),
+        {"launch.gpu_ids": "0,1,3,5"},
+    ),
     "0.16 dynamo_config": (
         f"{HEAD_0_16}distributed_type: MULTI_GPU\nmixed_precision: bf16\ndynamo_config:\n  dynamo_backend: INDUCTOR\n"
         "  dynamo_mode: reduce-overhead\n  dynamo_use_dynamic: true\n  dynamo_use_fullgraph: false\n",
         {"compile.backend": "inductor", "compile.mode": "reduce-overhead", "compile.dynamic": True},
+    ),
+    "0.17 c10d": (
+        f"{HEAD_0_16}distributed_type: MULTI_GPU\nmixed_precision: bf16\n".replace("static", "c10d"),
+        {"launch.rdzv_backend": "c10d"},
     ),
     "0.17 without ipex": (
         f"{HEAD_0_16}distributed_type: MULTI_CPU\nmixed_precision: bf16\nipex_config:\n  ipex: false\n",
@@ -119,6 +131,25 @@ ACCELERATE: dict[str, tuple[str, dict[str, Any]]] = {
             "fsdp.backward_prefetch": False,
         },
     ),
+    "0.25 hybrid": (
+        f"{FSDP1}  fsdp_sharding_strategy: HYBRID_SHARD\n",
+        {"fsdp.replicate_per_node": True, "fsdp.reshard_after_forward": True},
+    ),
+    "0.25 no shard": (f"{FSDP1}  fsdp_sharding_strategy: NO_SHARD\n", {"strategy": "ddp"}),
+    "0.29 checkpointing": (
+        f"{FSDP1}  fsdp_activation_checkpointing: true\n  fsdp_sharding_strategy: FULL_SHARD\n",
+        {"fsdp.activation_checkpointing": True},
+    ),
+    "0.28 affinity": (
+        f"{HEAD_1_0}distributed_type: MULTI_GPU\nmixed_precision: bf16\n".replace("affinity: false", "affinity: true"),
+        {"launch.enable_cpu_affinity": True, "launch.num_processes": 8},
+    ),
+    "0.20 debug": (
+        f"{HEAD_1_0}distributed_type: MULTI_GPU\nmixed_precision: bf16\n".replace("debug: false", "debug: true"),
+        {"debug": True},
+    ),
+    "1.0 NPUs": (f"{HEAD_1_0}distributed_type: MULTI_NPU\nmixed_precision: fp16\n", {"strategy": "ddp"}),
+    "1.0 XPUs": (f"{HEAD_1_0}distributed_type: MULTI_XPU\nmixed_precision: bf16\n", {"strategy": "ddp"}),
     "1.0 ZeRO-3": (
         f"{ZERO}  gradient_accumulation_steps: 8\n  gradient_clipping: 1.0\n  offload_optimizer_device: cpu\n"
         "  offload_param_device: cpu\n  zero3_init_flag: true\n  zero3_save_16bit_model: true\n  zero_stage: 3\n",
@@ -244,13 +275,47 @@ JSON: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 WRONG: dict[str, tuple[str, str]] = {
+    "TPU": (f"{HEAD_0_11}distributed_type: TPU\n", r":9 is 'TPU', which is not offered: torch_xla ends at torch 2.9"),
+    "Megatron-LM": (
+        f"{HEAD_0_11}distributed_type: MEGATRON_LM\nmegatron_lm_config:\n  megatron_lm_pp_degree: 2\n",
+        r"megatron_lm_pp_degree at .*:11 is 2, which is not offered: there are no pipelines",
+    ),
+    "SageMaker": ("compute_environment: AMAZON_SAGEMAKER\nec2_instance_type: ml.p3\n", r":1 is 'AMAZON_SAGEMAKER'"),
+    "a TPU pod": (f"{HEAD_0_11}distributed_type: MULTI_GPU\ntpu_name: pod\n", r":10 is 'pod', which is not offered"),
+    "IPEX": (
+        f"{HEAD_0_11}distributed_type: MULTI_CPU\nipex_config:\n  ipex: true\n",
+        r":10 is .*Intel's extension is not used",
+    ),
+    "mpirun": (
+        f"{HEAD_0_11}distributed_type: MULTI_CPU\nmpirun_config:\n  mpirun_hostfile: hosts\n",
+        r":10 is .*start the script with mpirun itself",
+    ),
+    "fp8 recipe": (
+        f"{HEAD_1_0}distributed_type: MULTI_GPU\nfp8_config:\n  fp8_format: E4M3\n",
+        r":17 is 'E4M3', which is not offered: it is an option of TransformerEngine",
+    ),
     "context parallel": (
         f"{FSDP2}parallelism_config:\n  parallelism_config_cp_size: 2\n  parallelism_config_sp_size: 2\n",
         r"parallel.cp_size=2 .*:20\) contradicts parallel.sp_size=2 .*:21\): both share out the tokens",
     ),
+    "misspelled key": (
+        f"{HEAD_0_11}distributed_type: FSDP\nfsdp_config:\n  fsdp_shardding_strategy: 1\n",
+        r":11.*did you mean 'fsdp_sharding_strategy'",
+    ),
     "wrong strategy": (f"{FSDP1}  fsdp_sharding_strategy: 7\n", r":24 is 7; expected one of FULL_SHARD"),
+    "wrong precision": (f"{HEAD_0_11}distributed_type: MULTI_GPU\nmixed_precision: bf61\n", r":10 is 'bf61'.*'bf16'"),
     "ZeRO stage 4": (f"{ZERO}  zero_stage: 4\n", r":18\) is 4; expected 0, 1, 2 or 3"),
+    "unknown field of ZeRO": (f"{ZERO}  zero_stag: 3\n", r":18.*did you mean 'zero_stage'"),
     "broken JSON": ('{\n "fp16": {"enabled": tru},\n "zero_optimization": {"stage": 3}\n}', r":2"),
+    "unquoted no": (
+        f"{HEAD_0_11}distributed_type: MULTI_GPU\nmixed_precision: no\n",
+        r":10 is false.*write 'no' in quotes",
+    ),
+    "two strategies": (
+        "strategy: ddp\ndistributed_type: FSDP\n",
+        r"'strategy' at .*:1; it is a key of accel_trainer's own files, and this one is an accelerate file",
+    ),
+    "local state dict": (f"{FSDP1}  fsdp_state_dict_type: LOCAL_STATE_DICT\n", r":24 .*use SHARDED_STATE_DICT"),
 }
 
 
@@ -260,6 +325,10 @@ def check(source: Path, expected: Mapping[str, Any]) -> None:
     for path, value in expected.items():
         is_ours = path.partition(".")[0] in type(config).__dataclass_fields__ and path != "optimizer"
         assert (get_value(config, path) if is_ours else get_key(block, path)) == value, path
+
+
+def test_there_are_sixty_of_them() -> None:
+    assert len(ACCELERATE) + len(JSON) + len(WRONG) >= 60
 
 
 @pytest.mark.parametrize("name", ACCELERATE)
