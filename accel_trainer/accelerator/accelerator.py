@@ -48,7 +48,7 @@ from accel_trainer.runtime.memory import register_memory_owner
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import init_process, read_environment
 from accel_trainer.runtime.rng import check_rng_types
-from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.unsupported import explain_options
 
 logger = logging.get_logger(__name__)

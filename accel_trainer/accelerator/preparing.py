@@ -23,13 +23,13 @@ from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
+from accel_trainer.precision import keep_gradients
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.model_wrappers import flattens_parameters
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rng import seed_own_streams
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.optimizers import OptimizerPlaceholder, parameters_of
-from accel_trainer.strategies.quantized import keep_gradients
 
 logger = logging.get_logger(__name__)
 

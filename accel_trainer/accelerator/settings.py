@@ -38,7 +38,7 @@ from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import check_rng_types, seed_own_streams, synchronize_rng
 from accel_trainer.strategies.api import Strategy
-from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.gradients import LossScale
 
 T = TypeVar("T")
 

@@ -273,7 +273,10 @@ class LocalReplicas:
         self._average(tensors)
         if not differing:
             return
-        sent = [_on_cpu(entries[index]) for index in differing]
+        sent = [
+            {key: value.cpu() if isinstance(value, Tensor) else value for key, value in entries[index].items()}
+            for index in differing
+        ]
         dist.broadcast_object_list(sent, src=0, device=self._device)
         if dist.get_rank() == 0:
             return
@@ -312,21 +315,13 @@ def _describe(entry: Mapping[Any, Any]) -> list[Any]:
     ]
 
 
-def _on(value: Any, device: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _on_cpu(entry: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {key: _on(value, "cpu") for key, value in entry.items()}
-
-
 def _placed(value: Any, before: Any, parameter: Tensor | None) -> Any:
     """Move a received tensor to where this rank has kept it; else to its parameter, where it has the same shape."""
+    if not isinstance(value, Tensor):
+        return value
     if isinstance(before, Tensor):
-        return _on(value, before.device)
-    if isinstance(value, Tensor) and parameter is not None and value.shape == parameter.shape:
-        return value.to(parameter.device)
-    return value
+        return value.to(before.device)
+    return value.to(parameter.device) if parameter is not None and value.shape == parameter.shape else value
 
 
 def require_replicas(

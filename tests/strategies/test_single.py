@@ -14,7 +14,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import build_precision
 from accel_trainer.runtime.process import init_process
 from accel_trainer.strategies.api import BaseStrategy, TrainJob, TrainUnit
-from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.single import NativeUnit, SingleStrategy
 from accel_trainer.tree import leaves
 

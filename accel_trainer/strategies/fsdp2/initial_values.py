@@ -86,7 +86,10 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
     error = _model_mismatch(kind, process.rank, own, main)
     error = error or _device_mismatch(kind, process.rank, own, main, may_await)
     gather_or_raise(process, f"comparison of {kind} over the ranks", error)
-    found = [(_differs(own[name], fact), own[name].is_meta and not fact.is_meta) for name, fact in main.items()]
+    found = [
+        (not mine.is_meta and mine.fingerprint != fact.fingerprint, mine.is_meta and not fact.is_meta)
+        for mine, fact in ((own[name], fact) for name, fact in main.items())
+    ]
     flags = torch.tensor(found, dtype=torch.int32, device=process.device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     marks = dict(zip(main, flags.tolist(), strict=True))
@@ -95,10 +98,6 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
         awaited=[name for name, (_, is_awaited) in marks.items() if is_awaited],
         empty=[name for name, fact in main.items() if fact.is_meta],
     )
-
-
-def _differs(own: _Fact, main: _Fact) -> bool:
-    return not own.is_meta and own.fingerprint != main.fingerprint
 
 
 def _model_mismatch(kind: str, rank: int, own: Mapping[str, _Fact], main: Mapping[str, _Fact]) -> ConfigError | None:
@@ -175,11 +174,9 @@ def fill_sharded_model(
             materialize(target)
         with torch.no_grad():
             local_tensor(target).copy_(full[local_box(target).within(Box.full(target.shape))])
-    if values.empty:
-        _refuse_until_loaded(model)
+    if not values.empty:
+        return
 
-
-def _refuse_until_loaded(model: nn.Module) -> None:
     def check(module: nn.Module, args: Any) -> None:
         empty = [name for name, tensor in _named(module).items() if tensor.is_meta]
         if empty:

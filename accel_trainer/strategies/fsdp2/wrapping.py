@@ -15,17 +15,15 @@ from accel_trainer import logging
 from accel_trainer.config import Resolved, WrapPolicy
 from accel_trainer.config.parallel import given_plan
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.precision import PrecisionPolicy
+from accel_trainer.precision import PrecisionPolicy, refuse_8bit_shards
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import TrainJob, WrapPolicyFunction
-from accel_trainer.strategies.parallel.loss_parallel import check_loss
 from accel_trainer.strategies.parallel.meshes import sizes_of
 from accel_trainer.strategies.parallel.plans import Plan, plan_experts, plan_layers
 from accel_trainer.strategies.parallel.sequence_parallel import find_language_model
-from accel_trainer.strategies.quantized import refuse_8bit_shards
+from accel_trainer.strategies.parallel.tensor_parallel import check_loss
 
 logger = logging.get_logger(__name__)
-
 
 _MIN_OUTER_NUMEL = 10_000_000
 """Parameters from which an embedding or a head is a unit: 20 MB in bf16. Less is not worth a collective of its own."""
@@ -59,7 +57,12 @@ class Selection(NamedTuple):
 def select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> Selection:
     """Select the model's units of sharding, and its unsharded modules and parameters. Changes nothing."""
     model = job.model
-    _require_autocast(precision)
+    if precision.compute is not None and not precision.autocast_enabled:
+        raise ConfigError(
+            "AutocastKwargs(enabled=False) was given, and FSDP2 has no autocast to switch off: it gathers parameters "
+            f"in {precision.compute}; use mixed_precision='no', or switch autocast off where the loss is computed with "
+            "accelerator.autocast(AutocastKwargs(enabled=False))"
+        )
     if next(model.parameters(), None) is None:
         return Selection()
     layers = find_blocks(model, job.resolved, job.wrap_policy)
@@ -95,15 +98,6 @@ def _with_plans(selection: Selection, job: TrainJob, process: ProcessContext) ->
         language_model = find_language_model(model, parallel.sequence_size, origin, sizes.tp, ring_device)
         selection = selection._replace(language_model=language_model)
     return selection
-
-
-def _require_autocast(precision: PrecisionPolicy) -> None:
-    if precision.compute is not None and not precision.autocast_enabled:
-        raise ConfigError(
-            "AutocastKwargs(enabled=False) was given, and FSDP2 has no autocast to switch off: it gathers parameters "
-            f"in {precision.compute}; use mixed_precision='no', or switch autocast off where the loss is computed with "
-            "accelerator.autocast(AutocastKwargs(enabled=False))"
-        )
 
 
 def _check_combination(job: TrainJob, layers: Sequence[nn.Module], unsharded: Set[nn.Parameter]) -> None:
@@ -159,12 +153,6 @@ def _blocks_by_class(model: nn.Module, class_names: Iterable[str], origin: str) 
     return [module for module in model.modules() if type(module).__name__ in wanted]
 
 
-def _declared_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the submodules of the classes in the `_no_split_modules` of the model and its submodules."""
-    declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return [module for module in model.modules() if type(module).__name__ in declared]
-
-
 def _blocks_by_function(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
     """Return the submodules for which `policy(module)` is true.
 
@@ -209,14 +197,11 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
     elif config.wrap_classes:
         chosen = _blocks_by_class(model, config.wrap_classes, resolved.describe("fsdp.wrap_classes"))
     else:
-        chosen = _declared_blocks(model)
-    picked = {id(module) for module in chosen}
+        declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        chosen = [module for module in model.modules() if type(module).__name__ in declared]
     # ModuleList and ModuleDict have no forward, so a unit made of one would never gather its parameters.
-    return [
-        module
-        for module in model.modules()
-        if id(module) in picked and module is not model and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    ]
+    picked = {id(module) for module in chosen if not isinstance(module, (nn.ModuleList, nn.ModuleDict))}
+    return [module for module in model.modules() if id(module) in picked and module is not model]
 
 
 def drop_tied_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -233,9 +218,8 @@ def drop_tied_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.M
         if all(users[id(parameter)] <= inside for parameter in block.parameters()):
             kept.append(block)
         else:
-            logger.info(
-                "%s shares a parameter with another module and is sharded with its parent", type(block).__name__
-            )
+            what = "%s shares a parameter with another module and is sharded with its parent"
+            logger.info(what, type(block).__name__)
     return kept
 
 
@@ -250,21 +234,14 @@ def find_outer_units(model: nn.Module, layers: Sequence[nn.Module], unsharded: S
     if head is None and not type(model).__module__.startswith("transformers."):
         embedding = None  # a model of somebody else may multiply by its weight
     inner = {id(module) for layer in layers for module in layer.modules()}
-    large = [*filter(_is_large_embedding, [embedding]), *filter(_is_large_head, [head])]
-    found = drop_tied_blocks(model, [m for m in large if id(m) not in inner and m.weight not in unsharded])
+    # max_norm changes the weight in a forward. With a bias of the head torch returns a view, on which FSDP2's hooks are
+    # lost by an operation in place.
+    plain: list[Any] = [embedding] if type(embedding) is nn.Embedding and embedding.max_norm is None else []
+    plain += [head] if type(head) is nn.Linear and head.bias is None else []
+    large = [m for m in plain if m.weight.numel() >= _MIN_OUTER_NUMEL and id(m) not in inner]
+    found = drop_tied_blocks(model, [m for m in large if m.weight not in unsharded])
     body = _body(model, head, layers) if head in found else None
     return OuterUnits(embedding if embedding in found else None, head if body else None, body)
-
-
-def _is_large_embedding(module: Any) -> bool:
-    is_plain = type(module) is nn.Embedding and module.max_norm is None  # which changes the weight in a forward
-    return is_plain and module.weight.numel() >= _MIN_OUTER_NUMEL
-
-
-def _is_large_head(module: Any) -> bool:
-    # With a bias torch returns a view, on which FSDP2's hooks are lost by an operation in place.
-    is_plain = type(module) is nn.Linear and module.bias is None
-    return is_plain and module.weight.numel() >= _MIN_OUTER_NUMEL
 
 
 def _body(model: nn.Module, head: nn.Module, layers: Sequence[nn.Module]) -> nn.Module | None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.parallel.loss_parallel import check_loss
 from accel_trainer.strategies.parallel.plans import plan_layers
+from accel_trainer.strategies.parallel.tensor_parallel import check_loss
 from tests.conformance.models import MLP, build_model
 from tests.family_matrix import FAMILIES as ALL_FAMILIES
 from tests.family_matrix import compare, docs_table, find_difference
