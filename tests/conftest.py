@@ -145,12 +145,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 _COMPILE = """
-from accel_trainer.integrations.deepspeed import extension_locks
+from accel_trainer.integrations.deepspeed import runtime
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
 # A lock that no process here holds is that of one that was killed: tests share the folder with no other machine.
-extension_locks._PATIENCE_SECONDS, extension_locks._ABANDONED_SECONDS = 2.0, 0.0
-with extension_locks.watch_locks():
+runtime._PATIENCE_SECONDS, runtime._ABANDONED_SECONDS = 2.0, 0.0
+with runtime.watch_locks():
     ShareMemCommBuilder().load()
 """
 

@@ -18,8 +18,7 @@ from accel_trainer.checkpoint.weights.adapters import adapter_folders
 from accel_trainer.config import MixedPrecision, OutputDtype, Resolved, RunConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
-from accel_trainer.integrations.deepspeed.extension_locks import watch_locks
-from accel_trainer.integrations.deepspeed.runtime import check_can_start, require_deepspeed, start_engine
+from accel_trainer.integrations.deepspeed.runtime import check_can_start, require_deepspeed, start_engine, watch_locks
 from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, EvaluationUnit, release_earlier
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
 from accel_trainer.runtime.availability import is_transformers_available

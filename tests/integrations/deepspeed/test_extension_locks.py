@@ -18,8 +18,8 @@ from torch.utils.file_baton import FileBaton
 pytest.importorskip("deepspeed")
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.integrations.deepspeed import extension_locks
-from accel_trainer.integrations.deepspeed.extension_locks import watch_locks
+from accel_trainer.integrations.deepspeed import runtime
+from accel_trainer.integrations.deepspeed.runtime import watch_locks
 from tests.ranks import RankFailure, preload, run_ranks
 from tests.zero import accelerator
 
@@ -34,7 +34,7 @@ def plant(folder: Path, age_seconds: float) -> Path:
 
 
 def start(patience_seconds: float) -> Any:
-    extension_locks._PATIENCE_SECONDS = patience_seconds
+    runtime._PATIENCE_SECONDS = patience_seconds
     return accelerator(2).num_processes
 
 
@@ -44,7 +44,7 @@ def test_a_run_ends_that_would_wait_for_ever(tmp_path: Path):
     shutil.copytree(built, folder, ignore=shutil.ignore_patterns("*.o", "lock"))
     lock = plant(folder, age_seconds=7200)
 
-    message = rf"waits for the lock {re.escape(str(lock))}, which is 720\d s old and which no process on .* delete"
+    message = rf"waits for the lock {re.escape(str(lock))}, which is 72\d\d s old and which no process on .* delete"
     with pytest.raises(RankFailure, match=message) as caught:
         run_ranks(start, 2, 0.2, env={"TORCH_EXTENSIONS_DIR": str(tmp_path)}, timeout=50)
     assert sorted(caught.value.failures) == [0, 1]
@@ -52,7 +52,7 @@ def test_a_run_ends_that_would_wait_for_ever(tmp_path: Path):
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extension_locks, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(runtime, "_PATIENCE_SECONDS", 0.1)
 
 
 def remove_after_a_word(lock: Path, caplog: pytest.LogCaptureFixture) -> threading.Thread:
