@@ -147,12 +147,8 @@ class DDPUnit(NativeUnit):
 def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
     """Return DistributedDataParallel's keyword arguments: the configuration's, overridden by those given in Python."""
     config = job.config.ddp
-    options: dict[str, Any] = {
-        "find_unused_parameters": config.find_unused_parameters,
-        "bucket_cap_mb": config.bucket_cap_mb,
-        "static_graph": config.static_graph,
-        "gradient_as_bucket_view": config.gradient_as_bucket_view,
-    }
+    names = ("find_unused_parameters", "bucket_cap_mb", "static_graph", "gradient_as_bucket_view")
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
     if not config.broadcast_buffers:
         # torch 2.13 renamed the option and warns about the old name.
         renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters

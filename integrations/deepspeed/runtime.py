@@ -172,11 +172,11 @@ def watch_locks() -> Iterator[None]:
     """
     # torch.utils.cpp_extension makes a file `lock` in the folder of an op, compiles, and removes it. A process that is
     # killed meanwhile leaves it there, and torch makes every later one wait for it for ever, without a word.
-    wait, FileBaton.wait = FileBaton.wait, _wait  # type: ignore[method-assign]
+    wait, FileBaton.wait = FileBaton.wait, _wait  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        FileBaton.wait = wait  # type: ignore[method-assign]
+        FileBaton.wait = wait  # type: ignore[assignment, method-assign]
 
 
 def _wait(baton: Any) -> None:

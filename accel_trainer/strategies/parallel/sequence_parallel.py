@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.torch_private import RingAttention, has_attention_kernels
-from accel_trainer.strategies.parallel.tensor_parallel import apply_collective
+from accel_trainer.strategies.parallel.tensor_parallel import apply_collective, drops_out
 
 _PREFIX = "sharded_"
 """Of the names under which transformers finds attention over sharded sequences; its own name follows."""
@@ -382,7 +382,7 @@ class _SequenceForward:
         self.model: Any = model
         self.slices, self.size, self.rank = _Slices(mesh.get_group(), comm_strategy), mesh.size(), mesh.get_local_rank()
         self.inner: Callable[..., Any] = model.__dict__.get("forward") or partial(type(model).forward, model)
-        self.has_dropout = any(map(_drops, model.modules()))
+        self.has_dropout = any(map(drops_out, model.modules()))
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -402,8 +402,8 @@ class _SequenceForward:
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse inputs of which it is not known where their tokens are."""
         name = type(self.model).__name__
-        others = [key for key, value in given.items() if isinstance(value, Tensor) and key not in _GIVEN]
-        others = [key for key in others if key != "num_items_in_batch"]
+        known = {*_GIVEN, "num_items_in_batch"}
+        others = [key for key, value in given.items() if isinstance(value, Tensor) and key not in known]
         if others:
             raise ConfigError(
                 f"{name} is given {', '.join(others)}, and sequence parallelism shares out "
@@ -515,12 +515,6 @@ def _counts_behind_padding(mask: Tensor, shifted: Tensor | None) -> Tensor:
     """Return which tokens, or labels of them, are behind a padded one, by row."""
     counts = mask if shifted is None else mask | (shifted != -100)
     return counts & ((~mask).cumsum(1) > 0)
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether a module has a rate of dropout that is not 0."""
-    rates = [value for name, value in vars(module).items() if name == "p" or "dropout" in name]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 class _Loss:

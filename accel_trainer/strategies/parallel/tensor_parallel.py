@@ -68,7 +68,7 @@ def draw_apart(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     own = OwnDraws(mesh.device_type, mesh.get_local_rank())
     layers = _layers(model, plan)
     parents = {where.rpartition(".")[0] for where, style in layers.items() if style == STYLES["colwise"]}
-    regions = {where for where in parents if any(map(_drops_out, model.get_submodule(where).modules()))}
+    regions = {where for where in parents if any(map(drops_out, model.get_submodule(where).modules()))}
     for where, style in layers.items():
         layer = model.get_submodule(where)
         if regions.isdisjoint(_above(where)):
@@ -113,8 +113,8 @@ def _above(where: str) -> Iterator[str]:
         yield where
 
 
-def _drops_out(module: nn.Module) -> bool:
-    """Whether a module has a rate of dropout above 0, by the names that rates have: itself, or its configuration."""
+def drops_out(module: nn.Module) -> bool:
+    """Return whether a module, or its configuration, has a rate of dropout above 0, by the names that rates have."""
     if "Dropout" in type(module).__name__ and getattr(module, "p", 0.0) > 0.0:
         return True
     config: Any = getattr(module, "config", None)
