@@ -176,7 +176,7 @@ def watch_locks() -> Iterator[None]:
     try:
         yield
     finally:
-        FileBaton.wait = wait  # type: ignore[assignment, method-assign]
+        FileBaton.wait = wait  # type: ignore[method-assign]
 
 
 def _wait(baton: Any) -> None:
