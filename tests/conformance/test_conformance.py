@@ -28,6 +28,7 @@ from tests.conformance.models import (
     freeze_part,
     plain_loop,
 )
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator", "deepspeed")
@@ -339,9 +340,7 @@ def test_a_released_model_can_be_prepared_again(layout: str, states: Path):
         optimizer = build_optimizer(model)
         for begin in range(0, num_updates * GLOBAL_BATCH, GLOBAL_BATCH):
             loss = model(**collate(samples[begin : begin + GLOBAL_BATCH]))["loss"]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update(loss, optimizer)
             losses.append(loss.item())
     for results in results_of(layout, "mlp", states):
         assert results["released"]["losses"] == pytest.approx(losses, abs=2e-6)

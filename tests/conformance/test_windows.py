@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from tests.conformance.models import GLOBAL_BATCH, build_model, build_samples, collate
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -91,9 +92,7 @@ def exchanged_each_time(strategy: str) -> list[float]:
     for batch in loader:
         with accelerator.accumulate(model):
             loss = model(**batch)["loss"]
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update(loss, optimizer, accelerator)
         losses.append(mean(accelerator, loss))
     return [sum(pair) / STEPS for pair in pairs(losses)]
 
@@ -109,9 +108,7 @@ def over_the_end(strategy: str) -> list[float]:
         for batch in loader:
             with accelerator.accumulate(model):
                 loss = model(**batch)["loss"]
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                take_update(loss, optimizer, accelerator)
             losses.append(mean(accelerator, loss))
     return [sum(losses[begin : begin + 4]) / 4 for begin in range(0, len(losses), 4)]
 
@@ -130,9 +127,7 @@ def by_hand(strategy: str) -> tuple[list[float], bool]:
                 is_local = is_local and not torch.equal(gathered[0], gathered[1])
         else:
             loss = model(**batch)["loss"]
-            accelerator.backward(loss / STEPS)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update(loss / STEPS, optimizer, accelerator)
         losses.append(mean(accelerator, loss))
     return [sum(pair) / STEPS for pair in pairs(losses)], is_local
 
@@ -185,9 +180,7 @@ def evaluated_first(strategy: str) -> tuple[list[float], list[float]]:
     rows = slice(accelerator.process_index, None, accelerator.num_processes)
     for batch in batches():
         loss = model(**{key: value[rows] for key, value in batch.items()})["loss"]
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(loss, optimizer, accelerator)
         losses.append(mean(accelerator, loss))
     return [before], losses
 
@@ -227,16 +220,12 @@ def gan(strategy: str) -> list[float]:
         x = batch["x"][rows]
         with accelerator.accumulate(discriminator):
             loss = discriminator_loss(discriminator, generator, x)
-            accelerator.backward(loss)
-            optimizers[1].step()
-            optimizers[1].zero_grad()
+            take_update(loss, optimizers[1], accelerator)
         losses.append(mean(accelerator, loss))
         discriminator.requires_grad_(False)
         with accelerator.accumulate(generator):
             loss = generator_loss(accelerator.unwrap_model(discriminator), generator, x)
-            accelerator.backward(loss)
-            optimizers[0].step()
-            optimizers[0].zero_grad()
+            take_update(loss, optimizers[0], accelerator)
         discriminator.requires_grad_(True)
         losses.append(mean(accelerator, loss))
     return losses
@@ -271,9 +260,7 @@ def distilled(strategy: str) -> tuple[list[float], bool]:
             with torch.no_grad():
                 wanted = teacher(**batch)["logits"]
             loss = mse_loss(student(**batch)["logits"], wanted)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update(loss, optimizer, accelerator)
         losses.append(mean(accelerator, loss))
     after = accelerator.get_state_dict(teacher)
     return [sum(pair) / STEPS for pair in pairs(losses)], all(torch.equal(after[name], before[name]) for name in before)
@@ -286,9 +273,7 @@ def plain_distilled() -> list[float]:
     for parts in pairs(list(batches())):
         window = join(parts)
         loss = mse_loss(student(**window)["logits"], teacher(**window)["logits"].detach())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(loss, optimizer)
         losses.append(loss.item())
     return losses
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 from tests.strategy_configs import config_of, marked
 
@@ -40,9 +41,7 @@ def evaluate(model: nn.Module) -> list[float]:
 def train(accelerator: Any, model: Any, optimizer: Any, seed: int) -> None:
     for step in range(3):
         rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed + step)) * (1 + dist.get_rank())
-        accelerator.backward(model(rows.chunk(2)[dist.get_rank()]).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(rows.chunk(2)[dist.get_rank()]).square().mean(), optimizer, accelerator)
 
 
 def run(strategy: str, folder: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 from tests.strategy_configs import config_of, marked, needs_deepspeed
 
@@ -37,9 +38,7 @@ def train(strategy: str) -> tuple[list[float], dict[str, Any]]:
     images, losses = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)), []
     for _ in range(3):
         loss = model(images).pow(2).mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(loss, optimizer, accelerator)
         losses.append(loss.item())
     return losses, {name: value.numpy() for name, value in accelerator.get_state_dict(model).items()}
 

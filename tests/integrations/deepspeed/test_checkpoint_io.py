@@ -18,6 +18,7 @@ pytest.importorskip("deepspeed")
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
+from tests.loops import take_update
 from tests.publishing import publish_directory
 from tests.ranks import preload
 from tests.scenarios import Scenarios, refused
@@ -77,9 +78,7 @@ def prepare(zero: dict[str, Any], seed: int, config: Any = None, **options: Any)
 
 def update(made: Any, model: Any, optimizer: Any, step: int) -> float:
     loss = model(own_rows(step))
-    made.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_update(loss, optimizer, made)
     return float(loss)
 
 
@@ -264,9 +263,7 @@ def test_a_parameter_of_no_dimension_is_trained_and_saved_and_refused_by_zero3()
     optimizer, expected = adamw(model), []
     for step in range(2):
         loss = model(batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(loss, optimizer)
         expected.append(loss.item())
     assert losses == pytest.approx(expected, rel=1e-5)
     assert saved["model"]["scale"].shape == saved["optimizer"]["state"]["scale"]["exp_avg"].shape == ()

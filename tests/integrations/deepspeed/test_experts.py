@@ -11,6 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("deepspeed")
 
 from accel_trainer.errors import ConfigError
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 from tests.zero import accelerator, adamw, whole
 
@@ -68,9 +69,7 @@ def train_experts(classes: list[str] | str) -> Any:
     except ConfigError as error:
         return str(error)
     for step in range(len(ROUTES)):
-        made.backward(model(rows(step, made.process_index)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(rows(step, made.process_index)), optimizer, made)
     return whole(made, model)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 pytest.importorskip("deepspeed")
 
 from accel_trainer.errors import ConfigError
+from tests.loops import take_update
 from tests.ranks import preload
 from tests.scenarios import Scenarios, refused
 from tests.zero import Net, accelerator, adamw, alone, batch, block, build, layout, own_rows, whole
@@ -31,9 +32,7 @@ def equal(values: list[torch.Tensor], reference: list[torch.Tensor]) -> None:
 
 def step(made: Any, model: Any, optimizer: Any, number: int) -> float:
     loss = model(own_rows(number))
-    made.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
+    take_update(loss, optimizer, made)
     return float(made.reduce(loss.detach(), "mean"))
 
 
@@ -167,9 +166,7 @@ def test_bf16_runs_in_the_engine_on_fp32_inputs_and_keeps_fp32_weights():
     expected = []
     for number in range(3):
         loss = model(batch(number))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(loss, optimizer)
         expected.append(loss.item())
     for rank, (dtype, losses, held, saved) in enumerate(results("sixteen_bits")):
         assert dtype is torch.float32
@@ -203,9 +200,7 @@ def in_pieces() -> Any:
     losses = []
     for _ in range(3):
         loss = model(input_ids=rows, labels=rows).loss
-        made.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(loss, optimizer, made)
         losses.append(float(made.reduce(loss.detach(), "mean")))
     made = accelerator(2)
     whole_again = all(not hasattr(p, "ds_id") for p in AutoModelForCausalLM.from_config(config).parameters())
@@ -216,9 +211,7 @@ def in_pieces() -> Any:
         optim = torch.optim.AdamW(plain.parameters(), lr=0.01)
         for _ in range(3):
             loss = plain(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
+            take_update(loss, optim)
             expected.append(loss.item())
     return in_pieces and all(switched), whole_again, message, losses, expected
 
@@ -252,9 +245,7 @@ def test_a_backward_may_end_the_window_that_its_forward_did_not():
     model = build()
     optimizer = adamw(model)
     for number in (0, 2):
-        ((model(batch(number)) + model(batch(number + 1))) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update((model(batch(number)) + model(batch(number + 1))) / 2, optimizer)
     for values in results("triggered")[0]:
         equal(values, list(model.parameters()))
 

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("deepspeed")
 
 from accel_trainer.errors import ConfigError
+from tests.loops import take_update
 from tests.ranks import RankFailure, preload, run_ranks
 from tests.zero import accelerator
 
@@ -85,9 +86,7 @@ def on_disk(folder: str) -> Any:
         return made, *made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
     def update(made: Any, model: Any, optimizer: Any, step: int) -> None:
-        made.backward(model(torch.full((2, 600), 1.0 + step)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(torch.full((2, 600), 1.0 + step)), optimizer, made)
 
     first = prepare()
     for step in range(2):
@@ -112,9 +111,7 @@ def test_parameters_and_optimizer_on_disk_train_and_resume_as_plain_pytorch_does
     model = Wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
-        model(torch.full((2, 600), 1.0 + step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(torch.full((2, 600), 1.0 + step)), optimizer)
     torch.testing.assert_close(trained, [p.detach() for p in model.parameters()], atol=1e-6, rtol=1e-5)
     assert all(torch.equal(left, right) for left, right in zip(trained, resumed, strict=True))
 

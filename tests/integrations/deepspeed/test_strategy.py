@@ -20,6 +20,7 @@ pytest.importorskip("deepspeed")
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.partitions import flat_partitions
 from accel_trainer.runtime.progress import PROGRESS
+from tests.loops import take_update
 from tests.ranks import preload
 from tests.scenarios import Scenarios
 from tests.zero import accelerator, adamw, alone, batch, build, layout, own_rows, unit_of, whole
@@ -55,9 +56,7 @@ def gradients_beyond_one(stage: int, offload: bool) -> Any:
 
     made, model, optimizer = layout(stage, offload)
     for step in range(3):
-        made.backward(model(own_rows(step)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(own_rows(step)), optimizer, made)
     return whole(made, model)
 
 
@@ -118,9 +117,7 @@ def dropped_gradients(stage: int, offload: bool) -> Any:
         made.backward(model(own_rows(step + 10)))
         optimizer.zero_grad()
         optimizer.step()  # nothing to step with
-        made.backward(model(own_rows(step)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(own_rows(step)), optimizer, made)
     return whole(made, model)
 
 
@@ -136,9 +133,7 @@ def several_backwards(stage: int, offload: bool) -> Any:
         losses = [model(own_rows(step)), model(own_rows(step + 10))]
         made.backward(losses[0])
         made.backward(losses[1])
-        made.backward(model(own_rows(step + 20)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(own_rows(step + 20)), optimizer, made)
     return whole(made, model)
 
 
@@ -146,9 +141,7 @@ def test_gradients_of_several_backwards_add_up():
     model = build()
     optimizer = adamw(model)
     for step in range(3):
-        (model(batch(step)) + model(batch(step + 10)) + model(batch(step + 20))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(batch(step)) + model(batch(step + 10)) + model(batch(step + 20)), optimizer)
     close(results("several_backwards")[0], [p.detach() for p in model.parameters()])
 
 
@@ -190,9 +183,7 @@ def uneven_data(stage: int, offload: bool) -> Any:
     loader = made.prepare(DataLoader(list(batch()[:5]), batch_size=1))
     with made.join_uneven_inputs([model], even_batches=False):
         for rows in loader:  # 2, 2 and 1 rows: in the last step, one rank has none
-            made.backward(model(rows))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update(model(rows), optimizer, made)
     return whole(made, model)
 
 
@@ -200,9 +191,7 @@ def test_a_rank_without_data_takes_part_with_weight_zero():
     model = build()
     optimizer = adamw(model)
     for rows in batch()[:5].split(2):
-        model(rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(rows), optimizer)
     close(results("uneven_data")[0], [p.detach() for p in model.parameters()])
 
 
@@ -319,9 +308,7 @@ def test_an_engine_that_was_taken_off_its_model_leaves_the_next_one_alone():
     for steps in ((0,), (1, 2)):
         optimizer = adamw(model)
         for step in steps:
-            model(batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update(model(batch(step)), optimizer)
     for found in results("a_model_in_two_engines")[0].values():
         close(found, [p.detach() for p in model.parameters()])
 

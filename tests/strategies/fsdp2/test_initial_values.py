@@ -13,6 +13,7 @@ from accel_trainer.checkpoint.weights.into_model import LoadReport, load_checkpo
 from accel_trainer.checkpoint.weights.reading import WeightFiles
 from accel_trainer.checkpoint.weights.writing import save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, ProcessGroupError
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 from tests.sharded import adamw, build, full, own_rows, train_alone
 
@@ -30,9 +31,7 @@ def train(accelerator: Any, model: nn.Module, optimizer: Any, steps: int = 3) ->
     losses = []
     for _ in range(steps):
         loss = model(own_rows())
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(loss, optimizer, accelerator)
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
     return losses
 

@@ -18,7 +18,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.parallel.sequence_parallel import find_language_model, shard_sequences
 from tests.attention_kernels import register_attention_kernels
 from tests.conformance.models import MLP, build_model
-from tests.mesh_loops import adamw, start, train_open_window, updates
+from tests.loops import adamw, start, train_open_window, updates
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")

@@ -19,7 +19,7 @@ from accel_trainer.strategies.parallel.tensor_parallel import check_loss
 from tests.conformance.models import MLP, build_model
 from tests.family_matrix import FAMILIES as ALL_FAMILIES
 from tests.family_matrix import compare, docs_table, find_difference
-from tests.mesh_loops import adamw, start, train_open_window, updates
+from tests.loops import adamw, start, train_open_window, updates
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")

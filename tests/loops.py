@@ -1,4 +1,4 @@
-"""Loops over language models on a mesh, and the same without ranks; one is saved in the middle of a window."""
+"""An update as loops have it, loops over language models, and one that is saved in the middle of a window."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ def start(**options: Any) -> Any:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def take_update(loss: Tensor, optimizer: Any, accelerator: Any = None) -> Tensor:
+    """Go backward, step and drop the gradients, in the plain loop without an Accelerator; return the loss."""
+    (Tensor.backward if accelerator is None else accelerator.backward)(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def updates(
