@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -74,12 +74,14 @@ def unit_of(stage: int, config: Any) -> Any:
     return DeepSpeedStrategy().prepare(job, build_precision("no", process.device), process)
 
 
-def alone(change: Callable[[nn.Module], Any] = lambda model: None, steps: int = 3) -> list[Tensor]:
+def alone(
+    change: Callable[[nn.Module], Any] = lambda model: None, rows: Iterable[Tensor] | None = None
+) -> list[Tensor]:
     """Train in plain PyTorch on whole batches; `change` sees the model before each step. Return its parameters."""
     model = build()
     optimizer = adamw(model)
-    for step in range(steps):
-        model(batch(step)).backward()
+    for own in map(batch, range(3)) if rows is None else rows:
+        model(own).backward()
         change(model)
         optimizer.step()
         optimizer.zero_grad()

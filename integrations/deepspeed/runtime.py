@@ -185,11 +185,12 @@ def _wait(baton: Any) -> None:
         time.sleep(baton.wait_seconds)
         if time.monotonic() - since < _PATIENCE_SECONDS:
             continue
+        # The age after the holders: a lock that is released meanwhile has no holder, and is not an abandoned one.
+        holders = _find_holders(lock)
         try:
             age_seconds = time.time() - lock.stat().st_mtime
-        except OSError:  # released
+        except OSError:
             return
-        holders = _find_holders(lock)
         if not holders and age_seconds >= _ABANDONED_SECONDS:
             raise ConfigError(_describe(lock, age_seconds, holders))
         if not has_warned:

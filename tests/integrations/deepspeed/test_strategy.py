@@ -53,7 +53,6 @@ def close(trained: dict[str, Any], reference: list[torch.Tensor]) -> None:
 @for_each_variant
 def gradients_beyond_one(stage: int, offload: bool) -> Any:
     """Nobody asks for clipping, and the engine clips at 1.0 when its configuration is silent."""
-
     made, model, optimizer = layout(stage, offload)
     for step in range(3):
         take_update(model(own_rows(step)), optimizer, made)
@@ -161,19 +160,11 @@ def token_means(stage: int, offload: bool) -> Any:
 
 
 def test_losses_are_weighed_by_tokens():
-    model = build()
-    optimizer = adamw(model)
-    for window in range(2):
-        rows = [
-            batch(step).chunk(2)[rank][: 1 + rank + step % 2]
-            for step in (2 * window, 2 * window + 1)
-            for rank in range(2)
-        ]
-        model(torch.cat(rows)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    close(results("token_means")[0], [p.detach() for p in model.parameters()])
+    rows = [
+        torch.cat([batch(step).chunk(2)[rank][: 1 + rank + step % 2] for step in steps for rank in range(2)])
+        for steps in ((0, 1), (2, 3))
+    ]
+    close(results("token_means")[0], alone(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5), rows))
 
 
 @SCENARIOS.add
@@ -188,11 +179,7 @@ def uneven_data(stage: int, offload: bool) -> Any:
 
 
 def test_a_rank_without_data_takes_part_with_weight_zero():
-    model = build()
-    optimizer = adamw(model)
-    for rows in batch()[:5].split(2):
-        take_update(model(rows), optimizer)
-    close(results("uneven_data")[0], [p.detach() for p in model.parameters()])
+    close(results("uneven_data")[0], alone(rows=batch()[:5].split(2)))
 
 
 class Branches(nn.Module):
