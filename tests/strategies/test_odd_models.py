@@ -176,9 +176,7 @@ def train_shuffled(strategy: str) -> tuple[list[float], dict[str, Any]]:
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
     images, losses = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)), []
     for _ in range(3):
-        loss = model(images).pow(2).mean()
-        take_update(loss, optimizer, accelerator)
-        losses.append(loss.item())
+        losses.append(take_update(model(images).pow(2).mean(), optimizer, accelerator).item())
     return losses, {name: value.numpy() for name, value in accelerator.get_state_dict(model).items()}
 
 

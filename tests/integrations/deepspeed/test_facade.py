@@ -31,9 +31,7 @@ def equal(values: list[torch.Tensor], reference: list[torch.Tensor]) -> None:
 
 
 def step(made: Any, model: Any, optimizer: Any, number: int) -> float:
-    loss = model(own_rows(number))
-    take_update(loss, optimizer, made)
-    return float(made.reduce(loss.detach(), "mean"))
+    return float(made.reduce(take_update(model(own_rows(number)), optimizer, made), "mean"))
 
 
 @SCENARIOS.add
@@ -163,11 +161,7 @@ def sixteen_bits() -> Any:
 def test_bf16_runs_in_the_engine_on_fp32_inputs_and_keeps_fp32_weights():
     model = build()
     optimizer = adamw(model)
-    expected = []
-    for number in range(3):
-        loss = model(batch(number))
-        take_update(loss, optimizer)
-        expected.append(loss.item())
+    expected = [take_update(model(batch(number)), optimizer).item() for number in range(3)]
     for rank, (dtype, losses, held, saved) in enumerate(results("sixteen_bits")):
         assert dtype is torch.float32
         assert losses == pytest.approx(expected, rel=0.03)
@@ -197,11 +191,10 @@ def in_pieces() -> Any:
     state = {name: value.clone() for name, value in made.get_state_dict(model).items()}
     tokens = torch.randint(1, 64, (8, 12), generator=torch.Generator().manual_seed(1))
     rows = tokens.chunk(2)[made.process_index]
-    losses = []
-    for _ in range(3):
-        loss = model(input_ids=rows, labels=rows).loss
-        take_update(loss, optimizer, made)
-        losses.append(float(made.reduce(loss.detach(), "mean")))
+    losses = [
+        float(made.reduce(take_update(model(input_ids=rows, labels=rows).loss, optimizer, made), "mean"))
+        for _ in range(3)
+    ]
     made = accelerator(2)
     whole_again = all(not hasattr(p, "ds_id") for p in AutoModelForCausalLM.from_config(config).parameters())
     expected = []
@@ -210,9 +203,7 @@ def in_pieces() -> Any:
         plain.load_state_dict(state)
         optim = torch.optim.AdamW(plain.parameters(), lr=0.01)
         for _ in range(3):
-            loss = plain(input_ids=tokens, labels=tokens).loss
-            take_update(loss, optim)
-            expected.append(loss.item())
+            expected.append(take_update(plain(input_ids=tokens, labels=tokens).loss, optim).item())
     return in_pieces and all(switched), whole_again, message, losses, expected
 
 

@@ -28,11 +28,9 @@ def accelerate(**options: Any) -> Any:
 
 
 def train(accelerator: Any, model: nn.Module, optimizer: Any, steps: int = 3) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        loss = model(own_rows())
-        take_update(loss, optimizer, accelerator)
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    losses = [
+        accelerator.reduce(take_update(model(own_rows()), optimizer, accelerator), "mean").item() for _ in range(steps)
+    ]
     return losses
 
 
