@@ -289,8 +289,8 @@ class LocalReplicas:
 
 def _entry(held: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a part of an optimizer's state in an order of its own, without parameters and their state."""
-    own = [(key, value) for key, value in held.items() if key != "params" and not isinstance(key, Tensor)]
-    return dict(sorted(own, key=lambda item: repr(item[0])))
+    keys = [key for key in held if key != "params" and not isinstance(key, Tensor)]
+    return {key: held[key] for key in sorted(keys, key=repr)}
 
 
 def _sort_out(entries: Sequence[Mapping[Any, Any]]) -> tuple[list[Tensor], list[int]]:

@@ -286,13 +286,9 @@ def _facts_of(resolved: Resolved, world_size: int, **known: Any) -> Facts:
     return Facts(world_size=world_size, precision=precision, origins=resolved.block_origins(), **known)
 
 
-Given = Mapping[str, tuple[Any, bool]]
-"""Value of each of a Trainer's arguments by name, and whether it was left at its default."""
-
-
 def resolve_arguments(
     resolved: Resolved,
-    given: Given,
+    given: Mapping[str, tuple[Any, bool]],
     process: ProcessContext,
     *,
     model: Any = None,
@@ -303,6 +299,7 @@ def resolve_arguments(
     """Return the engine's configuration with every "auto" that a Trainer's arguments answer.
 
     Args:
+        given: the value of each argument by name, and whether it was left at its default.
         model: for its sizes; None before there is one.
         num_steps: updates of the training. Without it, an "auto" that nothing fills yet is left out.
         kinds: `given_optimizer` and `given_scheduler`, as of `Facts`.
