@@ -84,10 +84,10 @@ _TRACKERS = _Catalogue(
     "tracker",
     TRACKER_ENTRY_POINT_GROUP,
     {
-        "mlflow": "accel_trainer.integrations.trackers:MLflowTracker",
-        "tensorboard": "accel_trainer.integrations.trackers:TensorBoardTracker",
-        "trackio": "accel_trainer.integrations.trackers:TrackioTracker",
-        "wandb": "accel_trainer.integrations.trackers:WandBTracker",
+        "mlflow": "accel_trainer.integrations.experiment_trackers:MLflowTracker",
+        "tensorboard": "accel_trainer.integrations.experiment_trackers:TensorBoardTracker",
+        "trackio": "accel_trainer.integrations.experiment_trackers:TrackioTracker",
+        "wandb": "accel_trainer.integrations.experiment_trackers:WandBTracker",
     },
 )
 TRACKER_CLASSES: dict[str, type] = {}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.loops import take_update
+from tests.strategy_configs import prepare_unit
 
 
 class Block(nn.Module):
@@ -64,20 +65,11 @@ def prepare(
     **options: Any,
 ) -> Any:
     """Lay a model out under FSDP2, with an optimizer unless told otherwise; return its unit."""
-    from accel_trainer.config import resolve
-    from accel_trainer.precision import build_precision
-    from accel_trainer.runtime.process import init_process, read_environment
-    from accel_trainer.strategies.api import TrainJob
-    from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy
-
-    process = init_process(read_environment(), timeout_seconds=60)
     policy = options.pop("policy", None)
     options.setdefault("wrap_classes", ("Block",))
-    explicit = {"strategy": "fsdp2"} | {f"fsdp.{name}": value for name, value in options.items()}
-    resolved = resolve(explicit=explicit, environ={})
+    asked = {"strategy": "fsdp2"} | {f"fsdp.{name}": value for name, value in options.items()}
     optimizers = [optimizer] if optimizer else [adamw(model)] if train else []
-    job = TrainJob(model, optimizers, resolved, wrap_policy=policy, loss_scale=loss_scale)
-    return FSDP2Strategy().prepare(job, build_precision(precision, process.device), process)
+    return prepare_unit(asked, model, optimizers, precision, wrap_policy=policy, loss_scale=loss_scale)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -29,9 +29,6 @@ from accel_trainer.runtime.torch_private import (
     scales_itself,
 )
 from accel_trainer.strategies.optimizers import parameters_of
-
-if TYPE_CHECKING:
-    from accel_trainer.strategies.api import TrainUnit
 
 _NUM_SAMPLES = 4
 _SMALL = 1 << 14
@@ -249,6 +246,12 @@ def _reading(optimizer: Optimizer) -> AbstractContextManager[Any]:
     return _BlockingReads() if is_on_host else nullcontext()
 
 
+class _Unit(Protocol):  # the contract imports this module
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """Those that the unit has now."""
+
+
 class LossScale:
     """A GradScaler with the state of the optimizers that share it.
 
@@ -261,17 +264,17 @@ class LossScale:
         check_scaler(scaler)
         self.scaler = scaler
         # A list: unscaling shards is collective, so every rank has to go through them in one order.
-        self._references: list[ref[TrainUnit]] = []
+        self._references: list[ref[_Unit]] = []
         self._unscaled: set[Optimizer] = set()
         self._done: set[Optimizer] = set()
         """Stepped, or their gradients dropped, since the scale was updated; unscaled all of them."""
 
-    def serve(self, unit: TrainUnit) -> None:
+    def serve(self, unit: _Unit) -> None:
         """Scale the losses of a unit, too, as long as it lives."""
         self._references.append(ref(unit))
 
     @property
-    def _units(self) -> list[TrainUnit]:
+    def _units(self) -> list[_Unit]:
         return [unit for reference in self._references if (unit := reference()) is not None]
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -273,10 +273,7 @@ class LocalReplicas:
         self._average(tensors)
         if not differing:
             return
-        sent = [
-            {key: value.cpu() if isinstance(value, Tensor) else value for key, value in entries[index].items()}
-            for index in differing
-        ]
+        sent = [_on_cpu(entries[index]) for index in differing]
         dist.broadcast_object_list(sent, src=0, device=self._device)
         if dist.get_rank() == 0:
             return
@@ -313,6 +310,14 @@ def _describe(entry: Mapping[Any, Any]) -> list[Any]:
         (repr(key), (str(value.dtype), tuple(value.shape)) if isinstance(value, Tensor) else repr(value))
         for key, value in entry.items()
     ]
+
+
+def _on(value: Any, device: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _on_cpu(entry: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {key: _on(value, "cpu") for key, value in entry.items()}
 
 
 def _placed(value: Any, before: Any, parameter: Tensor | None) -> Any:

@@ -112,13 +112,13 @@ def hidden_size_of(config: Any, where: str = "model.config") -> Fact | None:
         size = own.get(name) or getattr(config, name, None)
         if size and isinstance(size, int | list | tuple):
             return Fact(size if isinstance(size, int) else max(size), f"{where}.{name}")
-    nested = {
-        name: fact
-        for name, item in own.items()
-        if (isinstance(item, Mapping) or hasattr(item, "to_dict")) and not name.startswith("_")
-        if (fact := hidden_size_of(item, f"{where}.{name}")) is not None
-    }
-    return nested.get("text_config") or max(nested.values(), key=lambda fact: fact.value, default=None)
+    nested = {name: hidden_size_of(item, f"{where}.{name}") for name, item in own.items() if _is_config(name, item)}
+    found = [fact for fact in nested.values() if fact is not None]
+    return nested.get("text_config") or max(found, key=lambda fact: fact.value, default=None)
+
+
+def _is_config(name: str, item: Any) -> bool:
+    return (isinstance(item, Mapping) or hasattr(item, "to_dict")) and not name.startswith("_")
 
 
 @dataclass(frozen=True, slots=True)

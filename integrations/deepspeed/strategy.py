@@ -194,13 +194,18 @@ class DeepSpeedStrategy(BaseStrategy):
         apply_compile(job.model, job.config.compile, job.compile_options)
         compared_over = process if job.config.debug else None
         unit = DeepSpeedUnit(engine, job.optimizers, groups, hooks, compared_over)
-        if config.stage == 3:
-            _forget_unused_conversions(unit.module)
-            gather_in_save_pretrained(unit.module, process, unit.checkpoint_io)
-            refuse_merges(unit.module)
-        elif adapter_folders(unit.module):
-            gather_in_save_pretrained(unit.module, process, None)
+        _adapt_own_methods(unit, config, process)
         return unit
+
+
+def _adapt_own_methods(unit: DeepSpeedUnit, config: EngineConfig, process: ProcessContext) -> None:
+    """Have a model's own methods for saving and for adapters work on the engine's parameters."""
+    if config.stage == 3:
+        _forget_unused_conversions(unit.module)
+        gather_in_save_pretrained(unit.module, process, unit.checkpoint_io)
+        refuse_merges(unit.module)
+    elif adapter_folders(unit.module):
+        gather_in_save_pretrained(unit.module, process, None)
 
 
 def _replicate(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> EvaluationUnit:

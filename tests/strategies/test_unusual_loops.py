@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_trainer.errors import ConfigError
 from tests.loops import take_update
 from tests.ranks import preload, run_ranks
+from tests.scenarios import refused
 from tests.strategy_configs import config_of, marked, needs_deepspeed
 
 preload("accel_trainer.accelerator")
@@ -92,9 +92,7 @@ def refusal(strategy: str, loop: Callable[[Any, Any, Any], None]) -> str:
     model[0].requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained))
-    with pytest.raises(ConfigError) as refused:
-        loop(accelerator, model, optimizer)
-    return str(refused.value)
+    return refused(lambda: loop(accelerator, model, optimizer))
 
 
 def unfreeze(accelerator: Any, model: Any, optimizer: Any) -> None:

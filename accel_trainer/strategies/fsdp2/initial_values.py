@@ -86,10 +86,7 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
     error = _model_mismatch(kind, process.rank, own, main)
     error = error or _device_mismatch(kind, process.rank, own, main, may_await)
     gather_or_raise(process, f"comparison of {kind} over the ranks", error)
-    found = [
-        (not mine.is_meta and mine.fingerprint != fact.fingerprint, mine.is_meta and not fact.is_meta)
-        for mine, fact in ((own[name], fact) for name, fact in main.items())
-    ]
+    found = [(_differs(own[name], fact), own[name].is_meta and not fact.is_meta) for name, fact in main.items()]
     flags = torch.tensor(found, dtype=torch.int32, device=process.device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     marks = dict(zip(main, flags.tolist(), strict=True))
@@ -98,6 +95,10 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
         awaited=[name for name, (_, is_awaited) in marks.items() if is_awaited],
         empty=[name for name, fact in main.items() if fact.is_meta],
     )
+
+
+def _differs(own: _Fact, main: _Fact) -> bool:
+    return not own.is_meta and own.fingerprint != main.fingerprint
 
 
 def _model_mismatch(kind: str, rank: int, own: Mapping[str, _Fact], main: Mapping[str, _Fact]) -> ConfigError | None:

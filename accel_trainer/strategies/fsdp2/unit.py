@@ -84,16 +84,14 @@ class FSDP2Unit(NativeUnit):
         boxes = {name: Box.full(p.shape) for name, p in sharded.items()}
         local: dict[str, Tensor] = {}
         for prefix, module in self.module.named_modules():
-            unit: Any = module
             if not isinstance(module, FSDPModule):
                 continue
             # One unit at a time, on every rank in the same order: gathering is collective.
-            unit.unshard()
-            # The parameters that it has in place of sharded ones, by the model's names.
-            own = {name: p for name, p in unit.named_parameters(prefix) if p is not sharded.get(name, p)}
+            module.unshard()
+            own = _gathered_parameters(module, prefix, sharded)
             boxes |= {name: local_box(p) for name, p in own.items()}
             local |= {name: local_tensor(p.grad) for name, p in own.items() if p.grad is not None}
-            unit.reshard()
+            module.reshard()
             if any(p.dtype != sharded[name].dtype for name, p in own.items()):
                 return None
         return HeldGradients(_average_over_ranks(sharded, local, boxes), is_mean=True)
@@ -234,6 +232,12 @@ def _average(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
     return tensor.div_(num_readers)
 
 
+def _gathered_parameters(unit: FSDPModule, prefix: str, sharded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the parameters that a unit has in place of sharded ones, by the model's names for them."""
+    layer: nn.Module = unit  # type: ignore[assignment]  # the mixin does not say that it is one
+    return {name: p for name, p in layer.named_parameters(prefix) if p is not sharded.get(name, p)}
+
+
 def _average_over_ranks(
     sharded: Mapping[str, nn.Parameter], local: Mapping[str, Tensor], boxes: Mapping[str, Box]
 ) -> dict[str, Tensor]:
@@ -245,8 +249,7 @@ def _average_over_ranks(
     """
     names = list(sharded)
     first = next(iter(sharded.values()))
-    meshes = (p.device_mesh for p in sharded.values() if isinstance(p, DTensor))
-    mesh = next((mesh for mesh in meshes if "ep" not in (mesh.mesh_dim_names or ())), None)  # of all but experts
+    mesh = _common_mesh(sharded.values())
     # A parameter may have a gradient on one rank only, a mixture's expert for one; the ranks agree on the collectives
     # that follow.
     is_held = torch.tensor([n in local or sharded[n].grad is not None for n in names], dtype=torch.int32)
@@ -272,6 +275,12 @@ def _average_over_ranks(
 
 _PARTS = frozenset(("tp", "ep"))
 """Axes whose ranks compute with parts of a layer that are never gathered."""
+
+
+def _common_mesh(parameters: Iterable[Tensor]) -> DeviceMesh | None:
+    """Return the mesh of all sharded parameters but experts."""
+    meshes = (p.device_mesh for p in parameters if isinstance(p, DTensor))
+    return next((mesh for mesh in meshes if "ep" not in (mesh.mesh_dim_names or ())), None)
 
 
 def _groups_of_readers(mesh: DeviceMesh | None) -> list[dist.ProcessGroup | None]:
@@ -367,13 +376,7 @@ def _step_shards(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
     for group in optimizer.param_groups:
         sharded = [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]
         for chunk in _chunks(sharded):
-            updates = [_Update(optimizer, group, parameter) for parameter in chunk]
-            # Three all-reduces for all of them.
-            _reduce(entry for update in updates for entry in update.begin())
-            _reduce(entry for update in updates for entry in update.average())
-            _reduce(entry for update in updates for entry in update.normalize())
-            for update in updates:
-                update.apply()
+            _update([_Update(optimizer, group, parameter) for parameter in chunk])
         hidden += [(p, p.grad) for p in sharded if p.grad is not None]
     for parameter, _ in hidden:
         parameter.grad = None
@@ -392,6 +395,15 @@ def _chunks(parameters: Iterable[DTensor]) -> Iterator[list[DTensor]]:
         chunk.append(parameter)
     if chunk:
         yield chunk
+
+
+def _update(updates: Sequence[_Update]) -> None:
+    """Update parameters together, in three all-reduces for all of them."""
+    _reduce(entry for update in updates for entry in update.begin())
+    _reduce(entry for update in updates for entry in update.average())
+    _reduce(entry for update in updates for entry in update.normalize())
+    for update in updates:
+        update.apply()
 
 
 _Sum = tuple[Tensor, tuple[Any, tuple[int, ...]]]

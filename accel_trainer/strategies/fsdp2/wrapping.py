@@ -153,6 +153,12 @@ def _blocks_by_class(model: nn.Module, class_names: Iterable[str], origin: str) 
     return [module for module in model.modules() if type(module).__name__ in wanted]
 
 
+def _declared_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the submodules of the classes in the `_no_split_modules` of the model and its submodules."""
+    declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    return [module for module in model.modules() if type(module).__name__ in declared]
+
+
 def _blocks_by_function(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
     """Return the submodules for which `policy(module)` is true.
 
@@ -197,11 +203,14 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
     elif config.wrap_classes:
         chosen = _blocks_by_class(model, config.wrap_classes, resolved.describe("fsdp.wrap_classes"))
     else:
-        declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-        chosen = [module for module in model.modules() if type(module).__name__ in declared]
+        chosen = _declared_blocks(model)
+    picked = {id(module) for module in chosen}
     # ModuleList and ModuleDict have no forward, so a unit made of one would never gather its parameters.
-    picked = {id(module) for module in chosen if not isinstance(module, (nn.ModuleList, nn.ModuleDict))}
-    return [module for module in model.modules() if id(module) in picked and module is not model]
+    return [
+        module
+        for module in model.modules()
+        if id(module) in picked and module is not model and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    ]
 
 
 def drop_tied_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -234,14 +243,21 @@ def find_outer_units(model: nn.Module, layers: Sequence[nn.Module], unsharded: S
     if head is None and not type(model).__module__.startswith("transformers."):
         embedding = None  # a model of somebody else may multiply by its weight
     inner = {id(module) for layer in layers for module in layer.modules()}
-    # max_norm changes the weight in a forward. With a bias of the head torch returns a view, on which FSDP2's hooks are
-    # lost by an operation in place.
-    plain: list[Any] = [embedding] if type(embedding) is nn.Embedding and embedding.max_norm is None else []
-    plain += [head] if type(head) is nn.Linear and head.bias is None else []
-    large = [m for m in plain if m.weight.numel() >= _MIN_OUTER_NUMEL and id(m) not in inner]
-    found = drop_tied_blocks(model, [m for m in large if m.weight not in unsharded])
+    large = [*filter(_is_large_embedding, [embedding]), *filter(_is_large_head, [head])]
+    found = drop_tied_blocks(model, [m for m in large if id(m) not in inner and m.weight not in unsharded])
     body = _body(model, head, layers) if head in found else None
     return OuterUnits(embedding if embedding in found else None, head if body else None, body)
+
+
+def _is_large_embedding(module: Any) -> bool:
+    is_plain = type(module) is nn.Embedding and module.max_norm is None  # which changes the weight in a forward
+    return is_plain and module.weight.numel() >= _MIN_OUTER_NUMEL
+
+
+def _is_large_head(module: Any) -> bool:
+    # With a bias torch returns a view, on which FSDP2's hooks are lost by an operation in place.
+    is_plain = type(module) is nn.Linear and module.bias is None
+    return is_plain and module.weight.numel() >= _MIN_OUTER_NUMEL
 
 
 def _body(model: nn.Module, head: nn.Module, layers: Sequence[nn.Module]) -> nn.Module | None:

@@ -119,20 +119,26 @@ def _declared_styles(model: nn.Module, origin: str, given: Mapping[str, str]) ->
     parameters = [where for where, _ in model.named_parameters(remove_duplicate=False)]
     declared: dict[str, str] = {**(getattr(model, "_tp_plan", None) or {}), **given}
     found = _match(declared, modules)
-    if unmatched := [key for key in given if not _match({key: ""}, [*modules, *parameters])]:
-        raise ConfigError(
-            f"{origin}: tp_plan has {', '.join(map(repr, unmatched))}, and {name} has no such modules; name them as "
-            "named_modules() does, with * for a number"
-        )
+    _check_names(name, given, [*modules, *parameters], origin)
     if not found:
         raise ConfigError(
             f"{origin}: {name} declares no plan for tensor parallelism that names its modules (its _tp_plan is "
             f"{declared}); set tp_size to 1 and shard with dp_shard_size, or give it one: {_EXAMPLE}"
         )
     experts = tuple(f"{where}." for where, style in found.items() if style == "moe_tp_experts")
-    bare = _match(declared, (where for where in parameters if not where.startswith(experts)))
+    names = (where for where in parameters if not where.startswith(experts))
+    bare = _match(declared, names)
     _check_styles(name, found, bare, origin)
     return {where: _style_of(model, where, style, bare, origin) for where, style in found.items()}
+
+
+def _check_names(model_name: str, given: Iterable[str], names: Collection[str], origin: str) -> None:
+    """Refuse names of a user's plan that a model does not have."""
+    if unmatched := [key for key in given if not _match({key: ""}, names)]:
+        raise ConfigError(
+            f"{origin}: tp_plan has {', '.join(map(repr, unmatched))}, and {model_name} has no such modules; name them "
+            "as named_modules() does, with * for a number"
+        )
 
 
 def _style_of(model: nn.Module, where: str, name: str, bare: Mapping[str, str], origin: str) -> Style:
@@ -142,8 +148,7 @@ def _style_of(model: nn.Module, where: str, name: str, bare: Mapping[str, str], 
     if name in _WITH_OWN_PARAMETERS:
         own = {key: parameter for key, parameter in own_parameters(module).items() if parameter is not None}
         given = {key: bare.get(f"{where}.{key}") for key in own}
-        dims = {key: max(p.ndim - (1 if given[key] == "rowwise" else 2), 0) for key, p in own.items()}
-        style = style._replace(own={key: dim for key, dim in dims.items() if given[key] != "replicate"})
+        style = style._replace(own=_own_dims(own, given))
         unnamed = [f"{where}.{key}" for key in own if given[key] is None]
         problem = f"no style for {', '.join(unnamed)}, with which it computes" if unnamed else ""
     elif name == "mla_kv_a_proj":
@@ -156,6 +161,12 @@ def _style_of(model: nn.Module, where: str, name: str, bare: Mapping[str, str], 
             "tp_size to 1 and shard with dp_shard_size"
         )
     return style
+
+
+def _own_dims(own: Mapping[str, nn.Parameter], given: Mapping[str, str | None]) -> Mapping[str, int]:
+    """Return the dimension along which each of a module's own parameters is sharded, by their styles."""
+    dims = {key: max(p.ndim - (1 if given[key] == "rowwise" else 2), 0) for key, p in own.items()}
+    return MappingProxyType({key: dim for key, dim in dims.items() if given[key] != "replicate"})
 
 
 def _check_styles(name: str, found: Mapping[str, str], bare: Mapping[str, str], origin: str) -> None:
@@ -382,24 +393,33 @@ def _check_experts(where: str, module: Any, size: int, origin: str) -> None:
 def _check_neighbours(
     model_name: str, modules: Mapping[str, nn.Module], declared: Plan, plan: Plan, origin: str
 ) -> None:
-    """Refuse trained parameters beside layers whose outputs stay sharded, where the plan says nothing about them.
+    """Refuse parameters beside layers whose outputs stay sharded, where the plan says nothing about them.
 
     On a shard of the activations, each rank's gradient of them is that of its shard: replicas would drift apart.
     """
+    for parent, where in _unnamed_neighbours(modules, declared, plan):
+        raise ConfigError(
+            f"{origin}: the plan of {model_name} shards layers of {parent or 'the model'}, and does not name "
+            f"{where or 'the model'}, which has parameters beside them; add it as 'replicated_with_grad_allreduce' if "
+            "it is given shards, or as 'replicate' if all ranks give it the same: "
+            f"model._tp_plan[{where!r}] = ..."
+        )
+
+
+def _unnamed_neighbours(modules: Mapping[str, nn.Module], declared: Plan, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield modules with trained parameters that the plan does not name, each with the one whose layers it shards."""
     parents = {where.rpartition(".")[0] for where, style in declared.items() if style == STYLES["colwise"]}
     latent = {where.rpartition(".")[0] for where, style in declared.items() if style.num_shared is not None}
     for parent in sorted(parents):
         shared = tuple(f"{parent}.{name}" for name in _LATENT) if parent in latent else ()
         for where, module in modules[parent].named_modules(prefix=parent):
-            own = own_parameters(module).values()
-            is_trained = any(parameter is not None and parameter.requires_grad for parameter in own)
-            if is_trained and not (where in plan or where.startswith(shared)):
-                raise ConfigError(
-                    f"{origin}: the plan of {model_name} shards layers of {parent or 'the model'}, and does not name "
-                    f"{where or 'the model'}, which has parameters beside them; add it as "
-                    "'replicated_with_grad_allreduce' if it is given shards, or as 'replicate' if all ranks give it "
-                    f"the same: model._tp_plan[{where!r}] = ..."
-                )
+            if not (where in plan or where.startswith(shared)) and _is_trained(module):
+                yield parent, where
+
+
+def _is_trained(module: nn.Module) -> bool:
+    """Whether parameters of the module itself are trained."""
+    return any(parameter is not None and parameter.requires_grad for parameter in own_parameters(module).values())
 
 
 def _check_heads(model: nn.Module, size: int, origin: str) -> None:

@@ -39,12 +39,7 @@ def shard_layers(model: nn.Module, plan: Plan, mesh: DeviceMesh, unsharded: Coll
     Every rank has all values, or is on the meta device; nothing is communicated. Tied weights stay tied, and
     `unsharded` parameters plain tensors.
     """
-    dims = {
-        id(parameter): dim
-        for where, style in plan.items()
-        for _, parameter, dim in sharded_parameters(model.get_submodule(where), style)
-    }
-    shared = _share_inputs(model, plan)
+    dims, shared = _sharded_dims(model, plan), _share_inputs(model, plan)
     made: dict[int, nn.Parameter] = {}
     kept = set(map(id, unsharded))
     for where, module in model.named_modules():
@@ -200,6 +195,14 @@ def _is_block(module: nn.Module) -> bool:
 
 def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward
+
+
+def _sharded_dims(model: nn.Module, plan: Plan) -> dict[int, int]:
+    """Return the dimension along which each parameter is sharded, by its id."""
+    dims: dict[int, int] = {}
+    for where, style in plan.items():
+        dims |= {id(parameter): dim for _, parameter, dim in sharded_parameters(model.get_submodule(where), style)}
+    return dims
 
 
 def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Parameter:

@@ -412,3 +412,86 @@ def test_r11_debug_names_a_step_of_the_engine_that_a_rank_leaves_out() -> None:
             text,
         ), text
         assert after == 2
+
+
+# --- mixtures of experts under ZeRO-3: ranks that run different experts still gather the same parameters --------------
+
+
+class Experts(nn.Module):
+    """Sends each row to the expert that its first number chooses, and runs no other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[:, 0].long()
+        mixed = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            rows = (chosen == index).nonzero().squeeze(1)
+            mixed = mixed.index_add(0, rows, self.experts[index](x[rows]))
+        return mixed
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, 3)
+        self.experts = Experts()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([x[:, :1], self.stem(x[:, 1:])], dim=1)
+        return self.head(x + self.experts(x)).square().mean()
+
+
+def build_mixture() -> Mixture:
+    torch.manual_seed(0)
+    return Mixture()
+
+
+# Of each step, the expert of rank 0 and that of rank 1.
+ROUTES = [(0, 1), (1, 2), (2, 2), (1, 0)]
+
+
+def routed_rows(step: int, rank: int) -> torch.Tensor:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+    x[:, 0] = ROUTES[step][rank]
+    return x
+
+
+def train_experts(classes: list[str] | str) -> Any:
+    made = accelerator(3, config={"deepspeed_moe_layer_cls_names": classes})
+    model = build_mixture()
+    try:
+        model, optimizer = made.prepare(model, adamw(model))
+    except ConfigError as error:
+        return str(error)
+    for step in range(len(ROUTES)):
+        take_update(model(routed_rows(step, made.process_index)), optimizer, made)
+    return whole(made, model)
+
+
+def experts_alone() -> list[torch.Tensor]:
+    model = build_mixture()
+    optimizer = adamw(model)
+    for step in range(len(ROUTES)):
+        model(torch.cat([routed_rows(step, 0), routed_rows(step, 1)])).backward()
+        for parameter in model.parameters():  # an expert that nobody chose: its gradient is zero under ZeRO
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@SCENARIOS.add
+def mixtures() -> Any:
+    return train_experts("Experts"), train_experts("Expert, Other")
+
+
+def test_ranks_that_choose_other_experts_train_as_one_process_does():
+    trained, refused = results("mixtures")[0]
+    torch.testing.assert_close(trained, experts_alone(), atol=1e-6, rtol=1e-5)
+    assert "has no module of class Expert or Other, which zero_optimization.leaf_module.classes" in refused
+    assert "ranks that run different experts would wait for each other" in refused
