@@ -203,7 +203,7 @@ class _Reader:
             self.unused("fsdp_config", kind)
 
     def deepspeed(self, kind: str | None) -> None:
-        """Keep the block as written; `config.deepspeed.block` reads it."""
+        """Keep the block as written; `config.deepspeed_block` reads it."""
         section = "deepspeed_config"
         block, known = dict(self.blocks[section]), (*ACCELERATE_FIELDS, *DEEPSPEED_KEYS)
         for key in block:
