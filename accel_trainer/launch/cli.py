@@ -40,16 +40,16 @@ COMMANDS = {
         "make a configuration file from a few answers (config default: without)",
     ),
     "convert": Command(
-        "contrib.convert:run_convert",
-        "contrib.convert:convert_parser",
+        "contrib.deepspeed_fsdp:run_convert",
+        "contrib.deepspeed_fsdp:convert_parser",
         "write a configuration in another spelling, or for another engine",
     ),
     "convert-config": Command(
-        "contrib.convert:run_convert", "contrib.convert:convert_parser", "the same, by its earlier name"
+        "contrib.deepspeed_fsdp:run_convert", "contrib.deepspeed_fsdp:convert_parser", "the same, by its earlier name"
     ),
     "to-fsdp2": Command(
-        "contrib.convert:run_to_fsdp2",
-        "contrib.convert:to_fsdp2_command_parser",
+        "contrib.deepspeed_fsdp:run_to_fsdp2",
+        "contrib.deepspeed_fsdp:to_fsdp2_command_parser",
         "rewrite a file of accelerate for FSDP1 as one of accelerate for FSDP2",
     ),
     "ckpt": Command(
@@ -145,6 +145,18 @@ def load_command(path: str) -> Callable[..., Any]:
     module, _, function = path.partition(":")
     loaded: Callable[..., Any] = getattr(importlib.import_module(f"accel_trainer.{module}"), function)
     return loaded
+
+
+def command_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of the words behind a command's name, in which no option may be cut short."""
+    import argparse  # the overview of all commands is printed without it
+
+    return argparse.ArgumentParser(f"accel-trainer {name}", description=description, allow_abbrev=False)
+
+
+def add_option(parser: argparse._ActionsContainer, name: str, **options: Any) -> None:
+    """Add `--name` to a parser or a group of one, with `-` as well as `_` between its words."""
+    parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **options)
 
 
 def as_subcommand(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_trainer.config import build_config, packaged_names, resolve
-from accel_trainer.contrib.convert import to_deepspeed, to_fsdp
+from accel_trainer.contrib.deepspeed_fsdp import to_deepspeed, to_fsdp
 from accel_trainer.errors import ConfigError
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, MissingExtraError
-from accel_trainer.launch.cli import as_subcommand
+from accel_trainer.launch.cli import add_option, as_subcommand, command_parser
 from accel_trainer.launch.flags import Options
 from accel_trainer.launch.job import read_options, resolve_options
 from accel_trainer.runtime.cores import usable_cores
@@ -69,52 +69,31 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "memory. Options of `launch` that choose a layout may stand behind MODEL: --use_fsdp, --parallel_tp_size 8, "
         "--mixed_precision bf16, ..."
     )
-    parser = argparse.ArgumentParser("accel-trainer estimate", description=description, allow_abbrev=False)
+    parser = command_parser("estimate", description)
     parser.add_argument("model_name", metavar="MODEL", help="a directory, a config.json, or a name on the Hub")
-    parser.add_argument(
-        "--library_name",
-        "--library-name",
-        choices=_LIBRARIES,
-        help="whose model it is, where its files do not say so",
-    )
-    parser.add_argument(
-        "--dtypes",
-        nargs="+",
-        default=["float32", "float16", "int8", "int4"],
-        choices=tuple(_BITS),
-        help="default: float32 float16 int8 int4",
-    )
-    parser.add_argument(
-        "--trust_remote_code",
-        "--trust-remote-code",
-        action="store_true",
-        help="run the code that is beside the configuration; of authors whom you trust",
-    )
-    _add_plan_options(parser)
-    return as_subcommand(parser, subparsers, "estimate-memory", estimate_command)
-
-
-def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    text = "whose model it is, where its files do not say so"
+    add_option(parser, "library_name", choices=_LIBRARIES, help=text)
+    dtypes = ["float32", "float16", "int8", "int4"]
+    text = f"default: {' '.join(dtypes)}"
+    parser.add_argument("--dtypes", nargs="+", default=dtypes, choices=tuple(_BITS), help=text)
+    text = "run the code that is beside the configuration; of authors whom you trust"
+    add_option(parser, "trust_remote_code", action="store_true", help=text)
     plan = parser.add_argument_group("a rank of a job")
     plan.add_argument("--config_file", "--config-file", "--config", metavar="FILE", help="as for launch")
-    plan.add_argument("--num_processes", "--num-processes", type=int, metavar="N", help="processes of the job")
+    add_option(plan, "num_processes", type=int, metavar="N", help="processes of the job")
     plan.add_argument("--batch", type=int, default=1, metavar="N", help="rows that a rank reads at once [1]")
     plan.add_argument("--sequence", type=int, metavar="N", help="tokens of a row [2048, or the model's most]")
     plan.add_argument("--dtype", choices=_TRAINABLE, default="float32", help="of the weights [float32]")
     plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim [AdamW]")
     for name, default, text in _SPEEDS:
-        kind = type(default)
-        plan.add_argument(
-            f"--{name}", f"--{name.replace('_', '-')}", type=kind, default=default, metavar="X", help=text
-        )
-    plan.add_argument(
-        "--compare", action="store_true", help="plan the layouts that the job can have, the fastest first"
-    )
-    plan.add_argument(
-        "--memory", metavar="SIZE", help="of a rank, 80GiB for one: with --compare, layouts that need more"
-    )
+        add_option(plan, name, type=type(default), default=default, metavar="X", help=text)
+    text = "plan the layouts that the job can have, the fastest first"
+    plan.add_argument("--compare", action="store_true", help=text)
+    text = "of a rank, 80GiB for one: with --compare, layouts that need more"
+    plan.add_argument("--memory", metavar="SIZE", help=text)
     plan.add_argument("--json", action="store_true", help="print plans as JSON")
     plan.add_argument("--picture", metavar="FILE", help="write the memory by purpose as an SVG")
+    return as_subcommand(parser, subparsers, "estimate-memory", estimate_command)
 
 
 _SPEEDS = (

@@ -11,6 +11,7 @@ from accel_trainer.checkpoint.disk import as_corrupt
 from accel_trainer.contrib.run_report.page import build_page, write_page
 from accel_trainer.contrib.run_report.recorded_run import PAGE_NAME, RecordedRun, read_run
 from accel_trainer.errors import ConfigError
+from accel_trainer.launch.cli import command_parser
 
 
 def run_report(words: Sequence[str]) -> int:
@@ -35,25 +36,15 @@ def run_report(words: Sequence[str]) -> int:
 
 def report_parser() -> argparse.ArgumentParser:
     """Return the parser of `accel-trainer report`."""
-    parser = argparse.ArgumentParser(
-        "accel-trainer report",
-        description="Write a page with the curves, the final figures and the configuration of a run of the Trainer, or "
-        "of several runs beside each other.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "report",
+        "Write a page with the curves, the final figures and the configuration of a run of the Trainer, or of several "
+        "runs beside each other.",
     )
-    parser.add_argument(
-        "runs",
-        type=Path,
-        nargs="+",
-        metavar="RUN",
-        help="the output_dir of a run, a checkpoint-N in it, a trainer_state.json, or the page of one run",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"the page; default: {PAGE_NAME} in the directory of the run, or here for several",
-    )
+    text = "the output_dir of a run, a checkpoint-N in it, a trainer_state.json, or the page of one run"
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=text)
+    text = f"the page; default: {PAGE_NAME} in the directory of the run, or here for several"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
     return parser
 
 
