@@ -79,11 +79,7 @@ _TARGETS = {
 
 
 def run_convert(words: Sequence[str]) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        ConfigError: the file is wrong or cannot be converted, or the result cannot be written.
-    """
+    """Run the command and return its exit code."""
     arguments = convert_parser().parse_args(words)
     resolved = resolve(file=arguments.source)
     kind = arguments.to or (_SHARDED if resolved.config.strategy == "deepspeed" else "deepspeed")
@@ -171,7 +167,9 @@ def to_fsdp(config: RunConfig) -> tuple[RunConfig, list[str]]:
     lost = list(_approximations(stage, block.data))
     missing = {**_without_counterpart(block.data), **dict.fromkeys(block.launch, "start the script on each machine")}
     lost += [f"{name} has no counterpart: {reason}" for name, reason in missing.items()]
-    options = {"strategy": _SHARDED, "fsdp": fsdp} if stage else {"strategy": "ddp", "fsdp": FSDPConfig()}
+    options: dict[str, Any] = (
+        {"strategy": _SHARDED, "fsdp": fsdp} if stage else {"strategy": "ddp", "fsdp": FSDPConfig()}
+    )
     return dataclasses.replace(config, **options, deepspeed=FrozenDict()), lost
 
 

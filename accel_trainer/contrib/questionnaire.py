@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -187,11 +186,6 @@ def _shown(value: Any) -> str:
 # --- how a question is asked ------------------------------------------------------------------------------------------
 
 
-def _has_terminal() -> bool:
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    return is_terminal and importlib.util.find_spec("prompt_toolkit") is not None
-
-
 def _read_line(question: Question) -> str:
     words = f" ({', '.join(question.choices)})" if question.choices and question.choices is not _YES_NO else ""
     shown = "" if question.default is None else f" [{question.default}]"
@@ -227,26 +221,14 @@ def _read_in_terminal(question: Question) -> str:
             if problem:
                 raise ValidationError(len(document.text), problem)
 
-    keys = KeyBindings()
+    keys, toolbar = KeyBindings(), question.explanation or None
     keys.add("escape", eager=True)(lambda event: event.app.exit(exception=_BackError()))
     if question.choices:
         width = max(map(len, question.choices))
-        options = [(word, f"{word:<{width}}  {text}".rstrip()) for word, text in question.choices.items()]
-        return choice(
-            question.text,
-            options=options,
-            default=question.default,
-            key_bindings=keys,
-            bottom_toolbar=question.explanation or None,
-        )
-    shown = "" if question.default is None else f" [{question.default}]"
-    answer = prompt(
-        f"{question.text}{shown}: ",
-        validator=Answer(),
-        validate_while_typing=True,
-        key_bindings=keys,
-        bottom_toolbar=question.explanation or None,
-    )
+        words = [(word, f"{word:<{width}}  {text}".rstrip()) for word, text in question.choices.items()]
+        return choice(question.text, options=words, default=question.default, key_bindings=keys, bottom_toolbar=toolbar)
+    shown = f"{question.text}: " if question.default is None else f"{question.text} [{question.default}]: "
+    answer = prompt(shown, validator=Answer(), validate_while_typing=True, key_bindings=keys, bottom_toolbar=toolbar)
     return answer.strip() or str(question.default)
 
 
@@ -447,11 +429,7 @@ def _parse_bound(answer: str) -> float:
 
 
 def ask_answers(path: Path) -> dict[str, Any]:
-    """Ask on the terminal for the configuration to write to `path`, and return it, checked.
-
-    Raises:
-        ConfigError: the input ended, a file is to stay, or the answers contradict each other.
-    """
+    """Ask on the terminal for the configuration to write to `path`, and return it, checked."""
     print(f"Answers go to {path}.")
     offered = _offered_values(path)
 
@@ -462,7 +440,7 @@ def ask_answers(path: Path) -> dict[str, Any]:
             return offered
         return ask_configuration(interview)
 
-    if _has_terminal():
+    if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         print("Enter takes the answer, escape goes back, ctrl-C ends without a file.")
         read = _read_in_terminal
     else:

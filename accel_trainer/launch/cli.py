@@ -18,7 +18,7 @@ class Command(NamedTuple):
     """One command; names of functions are `MODULE:FUNCTION` below `accel_trainer`."""
 
     run: str
-    """Takes the words behind the command's name, and returns the exit code."""
+    """Takes the words behind the command's name, and returns the exit code; a mistake is an AccelTrainerError."""
     parser: str
     """Returns the parser of those words."""
     text: str
@@ -61,8 +61,8 @@ COMMANDS = {
         "write sharded weights as files that from_pretrained reads",
     ),
     "report": Command(
-        "contrib.run_report.command:run_report",
-        "contrib.run_report.command:report_parser",
+        "contrib.run_report.page:run_report",
+        "contrib.run_report.page:report_parser",
         "write a page of a run's curves, figures and options, or compare runs",
     ),
     "estimate": Command(
@@ -93,8 +93,8 @@ COMMANDS = {
 }
 
 _REFUSED = {
-    "tpu-config": "it starts commands on pods of TPUs by Google's own tool, which is there; or run "
-    "`accel-trainer launch` on each machine, or let a scheduler do it"
+    "tpu-config": "tpu-config is a command of accelerate that is not offered: it starts commands on pods of TPUs by "
+    "Google's own tool, which is there; or run `accel-trainer launch` on each machine, or let a scheduler do it"
 }
 """Commands of accelerate that are not offered, and what to do instead."""
 
@@ -104,21 +104,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "help"):
-        print(_overview())
+        width = max(map(len, COMMANDS))
+        table = "\n".join(f"  {name:<{width}}  {text}" for name, (_, _, text) in COMMANDS.items())
+        print(f"usage: accel-trainer COMMAND [options]\n\n{table}\n")
+        print("`accel-trainer COMMAND --help` says more; `accel-trainer --version` prints the version.")
         return 0
     if name in ("-V", "--version"):
         from accel_trainer import __version__
 
         print(f"accel-trainer {__version__}")
         return 0
-    if name in _REFUSED:
-        print(
-            f"accel-trainer: {name} is a command of accelerate that is not offered: {_REFUSED[name]}", file=sys.stderr
-        )
-        return 2
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
-        print(f"accel-trainer: unknown command {name!r}{hint}", file=sys.stderr)
+        problem = _REFUSED.get(name) or f"unknown command {name!r}{hint}"
+        print(f"accel-trainer: {problem}", file=sys.stderr)
         return 2
     try:
         code: int = load_command(COMMANDS[name].run)(words[1:])
@@ -173,12 +172,3 @@ def as_subcommand(
     )
     command.set_defaults(func=run)
     return command
-
-
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    table = "\n".join(f"  {name:<{width}}  {text}" for name, (_, _, text) in COMMANDS.items())
-    return (
-        f"usage: accel-trainer COMMAND [options]\n\n{table}\n\n"
-        "`accel-trainer COMMAND --help` says more; `accel-trainer --version` prints the version."
-    )

@@ -78,11 +78,7 @@ _MIN_STAGES = {"offload_optimizer_device": 1, "offload_param_device": 3}
 
 
 def run_config(words: Sequence[str]) -> int:
-    """Run `accel-trainer config` or `config default`, and print where the file is.
-
-    Raises:
-        ConfigError: the options, the name of the file or the answers are wrong. Nothing has been written then.
-    """
+    """Run `accel-trainer config` or `config default`, and print where the file is."""
     arguments = config_parser().parse_args(words)
     file = arguments.config_file
     path = Path(file).expanduser() if file else default_config_path(os.environ)
@@ -262,9 +258,12 @@ class ClusterConfig(BaseConfig):
     def from_config(cls, config: RunConfig) -> Self:
         """Return a configuration under accelerate's keys; what these cannot say is left out."""
         launch = config.launch
+        plain = "MULTI_CPU" if config.use_cpu else "MULTI_GPU"
+        alone = plain if (launch.num_processes or 1) > 1 else "NO"
+        words = {"fsdp2": "FSDP", "deepspeed": "DEEPSPEED", "ddp": plain, "auto": alone}
         values: dict[str, Any] = {
             "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": _distributed_type(config),
+            "distributed_type": words.get(config.strategy, "NO"),
             "mixed_precision": str(config.mixed_precision),
             "use_cpu": config.use_cpu,
             "debug": config.debug,
@@ -276,7 +275,13 @@ class ClusterConfig(BaseConfig):
             values["dynamo_config"] = {key: value for key, value in compiled.items() if value is not None}
         sizes = {name: getattr(config.parallel, name, None) or 1 for name in PARALLEL_SIZES}
         values["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items() if size > 1}
-        return cls(**(values | _engine_section(config)))
+        if config.strategy == "fsdp2":
+            values["fsdp_config"] = {f"fsdp_{key}": value for key, value in fsdp_keys(config.fsdp).items()}
+        elif config.strategy == "deepspeed":
+            steps = config.accumulation.num_steps
+            accumulation = {"gradient_accumulation_steps": steps} if steps > 1 else {}
+            values["deepspeed_config"] = accelerate_fields(config.deepspeed) | accumulation
+        return cls(**values)
 
 
 def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:
@@ -306,21 +311,3 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
         raise ConfigError(f"mixed_precision={mixed_precision!r} is unknown; expected one of {known}")
     run_config(["default", "--config_file", str(path), "--mixed_precision", mixed_precision])
     return path
-
-
-def _distributed_type(config: RunConfig) -> str:
-    """Return accelerate's word for how the ranks of a configuration work together."""
-    plain = "MULTI_CPU" if config.use_cpu else "MULTI_GPU"
-    alone = plain if (config.launch.num_processes or 1) > 1 else "NO"
-    return {"fsdp2": "FSDP", "deepspeed": "DEEPSPEED", "ddp": plain, "auto": alone}.get(config.strategy, "NO")
-
-
-def _engine_section(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Return accelerate's section for the strategy, by its name; nothing where it has none."""
-    if config.strategy == "fsdp2":
-        return {"fsdp_config": {f"fsdp_{key}": value for key, value in fsdp_keys(config.fsdp).items()}}
-    if config.strategy == "deepspeed":
-        steps = config.accumulation.num_steps
-        accumulation = {"gradient_accumulation_steps": steps} if steps > 1 else {}
-        return {"deepspeed_config": accelerate_fields(config.deepspeed) | accumulation}
-    return {}

@@ -26,11 +26,7 @@ _REPORTED = re.compile(r"(ACCEL_TRAINER|ACCELERATE|FSDP|NCCL|GLOO|OMP|MASTER)_|C
 
 
 def run_explain(words: Sequence[str]) -> int:
-    """Print a table of every option, its value and where it came from, and the remarks of the files that were read.
-
-    Raises:
-        ConfigError: `launch` would not start this job; the same error, behind the table unless a source is wrong.
-    """
+    """Print a table of every option, its value and where it came from, and the remarks of the files that were read."""
     command = "accel-trainer explain"
     description = "Print every option, its value and where the value came from. A script is ignored."
     if print_help(words, command, "[options as for launch]", description):

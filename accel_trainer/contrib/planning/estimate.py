@@ -38,12 +38,7 @@ _HEADERS = ("dtype", "Largest Layer", "Total Size", "Training using Adam")
 
 
 def run_estimate(words: Sequence[str]) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        CheckpointNotFoundError: there is no such model, or it cannot be read without access rights.
-        ConfigError: its configuration makes no model.
-    """
+    """Run the command and return its exit code."""
     parser = estimate_command_parser()
     args, others = parser.parse_known_args(words)
     if others and not _plans(args):
@@ -120,11 +115,10 @@ def estimate_command(args: argparse.Namespace) -> None:
     if _plans(args):
         return _print_plans(args)
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
-    rows = []
-    for dtype, largest, total, training in _sizes(model, args.dtypes):
-        usage = training["step"]
-        trained = "N/A" if usage < 0 else convert_bytes(usage)
-        rows.append([dtype, convert_bytes(largest), convert_bytes(total), trained])
+    rows = [
+        [dtype, *map(convert_bytes, sizes), "N/A" if training["step"] < 0 else convert_bytes(training["step"])]
+        for dtype, *sizes, training in _sizes(model, args.dtypes)
+    ]
     title = f"Memory usage of {type(model).__name__}, loaded from `{args.model_name}`"
     print(create_ascii_table(list(_HEADERS), rows, title))
 
@@ -232,46 +226,35 @@ _ALONE_SECONDS = 5.0
 """How long layouts are compared in this process alone: another one imports torch and transformers for that long."""
 
 
-def _all_plans(args: argparse.Namespace, options: Options) -> Iterator[LayoutPlan]:
-    """Yield the plans of layouts that the model and the number of processes allow."""
-    found = 0
-    error: ConfigError | None = None
-    refused: set[tuple[str, int]] = set()
-    """Sizes that do not fit the model, with nothing beside them."""
-    for flags, outcome in _outcomes(args, options, refused):
-        if isinstance(outcome, ConfigError):
-            error, asked = outcome, _sizes_of_models(flags)
-            refused |= asked if len(asked) == 1 else set()
-        else:
-            found += 1
-            yield outcome
-    if not found and error is not None:
-        raise error
-
-
-def _sizes_of_models(flags: Mapping[str, Any]) -> set[tuple[str, int]]:
-    return {(path, flags[path]) for path in _SIZES_OF_MODELS if flags.get(path, 1) > 1}
-
-
-def _outcomes(
-    args: argparse.Namespace, options: Options, refused: set[tuple[str, int]]
-) -> Iterator[tuple[dict[str, Any], LayoutPlan | ConfigError]]:
-    """Yield each layout with its plan, or with what refuses it, but those of sizes that have been refused by then.
+def _all_plans(args: argparse.Namespace, options: Options) -> list[LayoutPlan]:
+    """Return the plans of layouts that the model and the number of processes allow.
 
     What is left after some seconds is shared out over processes, one for each core: a process is a rank of one job.
     """
     begun, num_workers = time.perf_counter(), getattr(args, "num_workers", 1)
     candidates = deque(_candidates(args, options))
+    outcomes: list[LayoutPlan | ConfigError] = []
+    refused: set[tuple[str, int]] = set()
+    """Sizes that do not fit the model, with nothing beside them: nor will they with something."""
     while candidates and (num_workers == 1 or time.perf_counter() - begun < _ALONE_SECONDS):
         flags = candidates.popleft()
-        if not _sizes_of_models(flags) & refused:
-            yield flags, _try_plan(args, options, flags)
-    rest = [flags for flags in candidates if not _sizes_of_models(flags) & refused]
-    if rest:
+        asked = _sizes_of_models(flags)
+        if not asked & refused:
+            outcomes.append(_try_plan(args, options, flags))
+            refused |= asked if len(asked) == 1 and isinstance(outcomes[-1], ConfigError) else set()
+    if rest := [flags for flags in candidates if not _sizes_of_models(flags) & refused]:
         # Not forked: torch's threads do not survive that.
         spawned = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(num_workers, len(rest)), mp_context=spawned) as pool:
-            yield from zip(rest, pool.map(partial(_try_plan, args, options), rest), strict=True)
+            outcomes += pool.map(partial(_try_plan, args, options), rest)
+    plans = [outcome for outcome in outcomes if not isinstance(outcome, ConfigError)]
+    if not plans and isinstance(outcomes[-1], ConfigError):
+        raise outcomes[-1]
+    return plans
+
+
+def _sizes_of_models(flags: Mapping[str, Any]) -> set[tuple[str, int]]:
+    return {(path, flags[path]) for path in _SIZES_OF_MODELS if flags.get(path, 1) > 1}
 
 
 def _try_plan(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) -> LayoutPlan | ConfigError:
@@ -321,9 +304,7 @@ def _expert_sizes(within: Sequence[int], tp: int, sp: int, shard: int) -> list[i
 
 def _other_activations(args: argparse.Namespace, options: Options, plan: LayoutPlan) -> int | None:
     """Return the activations with checkpointing of a plan without, and the other way round; None where it has none."""
-    if plan.strategy not in _FLAGS_OF or plan.strategy == "ddp":
-        return None
-    return _plan(args, options, {_RECOMPUTES: not plan.recomputes}).activations
+    return _plan(args, options, {_RECOMPUTES: not plan.recomputes}).activations if plan.is_sharded else None
 
 
 def _layout_name(plan: LayoutPlan) -> str:
@@ -355,18 +336,11 @@ def _plan_table(plan: LayoutPlan, others: int | None, args: argparse.Namespace) 
     )
     tables = [create_ascii_table(["memory", "size", "at the peak"], [r for r in rows if any(r[1:])], title)]
     if plan.exchanges:
-        lines = [
-            [
-                each.kind,
-                each.axis,
-                str(each.num_ranks),
-                str(each.calls),
-                convert_bytes(each.num_bytes),
-                _ms(each.seconds),
-            ]
-            for each in plan.exchanges
-        ]
         headers = ["collective", "axis", "ranks", "calls", "full tensors", "time"]
+        lines = [
+            [kind, axis, str(num_ranks), str(calls), convert_bytes(num_bytes), _ms(seconds)]
+            for kind, axis, num_ranks, calls, num_bytes, seconds, _ in plan.exchanges
+        ]
         tables.append(create_ascii_table(headers, lines, "\nCollectives of an update"))
     tables.append(
         f"\n{plan.flops / 1e12:.1f} TFLOP in {_ms(plan.compute_seconds)}, collectives in {_ms(plan.exchange_seconds)}, "
@@ -394,7 +368,13 @@ def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.N
         f"Layouts of `{args.model_name}`, {args.batch} x {args.sequence} for each reader, {args.optimizer}, the "
         "fastest first (computation and exposed communication, per row of all)"
     )
-    lines = [create_ascii_table(headers, [_comparison_row(plan) for plan in fitting], title)] if fitting else []
+    rows = []
+    for plan in fitting:
+        state = plan.parameters + plan.gradients + plan.optimizer_state
+        sizes = [convert_bytes(size) for size in (state, plan.activations, plan.peak)]
+        times = [_ms(seconds) for seconds in (plan.compute_seconds, plan.exposed_seconds, plan.seconds_per_row)]
+        rows.append([_layout_name(plan), plan.strategy, "yes" if plan.recomputes else "no", *sizes, *times])
+    lines = [create_ascii_table(headers, rows, title)] if fitting else []
     if len(fitting) < len(plans):
         least = min(plan.peak for plan in plans if plan not in fitting)
         lines.append(f"{len(plans) - len(fitting)} more need above {args.memory}: {convert_bytes(least)} at least")
@@ -404,19 +384,10 @@ def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.N
     return "\n".join(lines)
 
 
-def _comparison_row(plan: LayoutPlan) -> list[str]:
-    from accel_trainer.big_models.sizes import convert_bytes
-
-    state = plan.parameters + plan.gradients + plan.optimizer_state
-    sizes = [convert_bytes(size) for size in (state, plan.activations, plan.peak)]
-    times = [_ms(seconds) for seconds in (plan.compute_seconds, plan.exposed_seconds, plan.seconds_per_row)]
-    return [_layout_name(plan), plan.strategy, "yes" if plan.recomputes else "no", *sizes, *times]
-
-
 def _launch_flags(plan: LayoutPlan) -> Iterator[str]:
     if plan.strategy in _FLAGS_OF:
         yield _FLAGS_OF[plan.strategy]
-    if plan.strategy != "ddp":
+    if plan.is_sharded:
         yield from (f"--parallel_{axis}_size {size}" for axis, size in plan.sizes.items() if size > 1)
     if plan.recomputes:
         yield "--fsdp_activation_checkpointing true"
@@ -472,8 +443,15 @@ def _find_library(model_name: str, library_name: str | None, access_token: str |
         return str(config.parent if config.name == "config.json" else config), library_name or _library_of(config)
     if library_name is None:
         info = verify_on_hub(model_name, access_token)
-        if isinstance(info, str):
-            raise CheckpointNotFoundError(_HUB_ERRORS[info].format(name=model_name))
+        if info == "gated":
+            raise CheckpointNotFoundError(
+                f"{model_name} is gated: log in with `hf auth login` as a user who has access, or pass a directory"
+            )
+        if info == "repo":
+            raise CheckpointNotFoundError(
+                f"{model_name} is neither a directory nor a model on the Hub; one that is private asks for "
+                "`hf auth login`"
+            )
         library_name = getattr(info, "library_name", None)
     return model_name, library_name
 
@@ -518,12 +496,6 @@ def create_empty_model(
         raise ConfigError(
             f"{library_name} makes no model from the configuration of {model_name}: {_first_line(error)}{hint}"
         ) from error
-
-
-_HUB_ERRORS = {
-    "gated": "{name} is gated: log in with `hf auth login` as a user who has access, or pass a directory",
-    "repo": "{name} is neither a directory nor a model on the Hub; one that is private asks for `hf auth login`",
-}
 
 
 def _first_line(error: Exception) -> str:

@@ -95,6 +95,8 @@ class LayoutPlan:
     """Memory and collectives of one rank; sizes in bytes, times in seconds, of one update."""
 
     strategy: str
+    is_sharded: bool
+    """Whether a rank holds its shard of the parameters alone, and may recompute activations."""
     sizes: Mapping[str, int]
     """Of the axes, and of `ep`, which is a part of dp_shard x sp."""
     num_readers: int
@@ -157,16 +159,18 @@ def plan_layout(
     strategy_name = _strategy_of(resolved, num_processes)
     with fake_job(num_processes, min(cluster.ranks_per_node, num_processes)) as process:
         sizes = axis_sizes(resolved.config, resolved.describe, num_processes, process.num_nodes)
-        replicas = num_processes if strategy_name == "ddp" else 1
-        strategy = load_strategy("single" if strategy_name == "ddp" else strategy_name)
+        strategy = load_strategy(strategy_name)
+        in_shards = strategy.capabilities.shards_parameters
+        replicas = 1 if in_shards else num_processes
+        if replicas > 1:  # each takes the step of one process; what they exchange is in closed form below
+            strategy = load_strategy("single")
         strategy.readers(resolved, process)
-        recomputes = strategy.capabilities.shards_parameters and resolved.config.fsdp.activation_checkpointing
+        recomputes = in_shards and resolved.config.fsdp.activation_checkpointing
         options: Any = getattr(model, "config", None)
         if recomputes and options is not None:
             options.use_cache = False  # as transformers' Trainer has it, and without the warning
         precision = build_precision(resolved.config.mixed_precision, process.device)
         job = TrainJob(model.to(workload.dtype).train(), [], resolved, device_placement=False)
-        in_shards = strategy.capabilities.shards_parameters
         if in_shards:  # on meta: 4,096 shards of a tensor are as many views
             unit = strategy.prepare(job, precision, process)
         with fake_tensors():
@@ -185,6 +189,7 @@ def plan_layout(
         num_steps = resolved.config.accumulation.num_steps
         return LayoutPlan(
             strategy=strategy_name,
+            is_sharded=in_shards,
             sizes={**sizes._asdict(), "ep": resolved.config.parallel.ep_size},
             num_readers=sizes.num_readers,
             recomputes=recomputes,
@@ -240,7 +245,9 @@ class _Step:
             for self.ledger.weight, syncs in micro_batches:
                 self.unit.set_gradient_sync(syncs)
                 try:
-                    loss = _loss_of(self.unit.model(**self.batch))
+                    outputs: Any = self.unit.model(**self.batch)
+                    loss = outputs.get("loss")
+                    loss = next(iter(outputs.values())).float().mean() if loss is None else loss
                 except (RuntimeError, AssertionError) as error:
                     raise ConfigError(
                         f"{type(module).__name__} cannot take a step on tensors without values "
@@ -249,7 +256,7 @@ class _Step:
                     ) from error
                 self.end_of_forward = self.end_of_forward or len(self.ledger.events)
                 self.unit.backward(loss)
-                del loss
+                del loss, outputs
             trained: list[Any] = [p for p in module.parameters() if p.grad is not None]
             self.gradients = [p.grad for p in trained]
             # One of each kind is updated, a dozen instead of 290 in a 7B: each has the state and the temporaries of
@@ -304,11 +311,6 @@ def _build_batch(model: nn.Module, workload: Workload) -> dict[str, Tensor]:
         per_row = name == "pixel_values" or type(model).__name__.endswith(_LABELS_PER_ROW)
         batch["labels"] = torch.zeros(inputs.shape[: 1 if per_row else 2], dtype=torch.long)
     return batch
-
-
-def _loss_of(outputs: Any) -> Tensor:
-    loss = outputs.get("loss")
-    return loss if loss is not None else next(iter(outputs.values())).float().mean()
 
 
 class _Call(NamedTuple):
@@ -503,10 +505,6 @@ def _replay(ledger: _Ledger, fixed: Mapping[str, int], end_of_forward: int) -> d
     return {"unsharded": unsharded, "activations": activations, "peak": peak, "peak_parts": parts}
 
 
-_LINKS = {"all_reduce": 2}
-"""How often a rank sends its share; once in collectives that are not named."""
-
-
 def _seconds(call: _Call, cluster: Cluster) -> float:
     """Return how long a collective takes over a ring, whose links between machines all ranks of one share."""
     num_ranks = len(call.ranks)
@@ -515,7 +513,8 @@ def _seconds(call: _Call, cluster: Cluster) -> float:
     if num_nodes > 1:
         speed = cluster.bandwidth * num_ranks / num_nodes
         speed = min(speed, cluster.node_bandwidth) if num_ranks > num_nodes else speed
-    return _LINKS.get(call.kind, 1) * call.num_bytes * (num_ranks - 1) / num_ranks / (speed * 1e9)
+    shares_sent = 2 if call.kind == "all_reduce" else 1
+    return shares_sent * call.num_bytes * (num_ranks - 1) / num_ranks / (speed * 1e9)
 
 
 def _times(calls: Sequence[_Call], sizes: AxisSizes, cluster: Cluster, flops: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
@@ -111,11 +111,15 @@ def draw_chart(chart: Chart, identifier: str) -> str:
     values = [y for each in shown for _, y in each.points]
     steps = [x for each in shown for x, _ in each.points]
     ticks, power = _axis(values, chart.from_zero)
+    units = [chart.unit] if chart.unit else []
+    units += [f"\u00d710{str(power).translate(_SUPERSCRIPTS)}"] if power else []
+    unit = f' <span class="unit">({escape(", ".join(units))})</span>' if units else ""
+    named = [each for each in shown if len(shown) > 1 or each.is_dashed]  # not the line of a training alone
     note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
     plot = _Plot.around(steps, ticks)
     return (
-        f'<figure class="chart" id="{identifier}"><figcaption>{escape(chart.title)}{_unit(chart, power)}</figcaption>'
-        f"{_legend(shown)}"
+        f'<figure class="chart" id="{identifier}"><figcaption>{escape(chart.title)}{unit}</figcaption>'
+        f"{draw_legend(named) if named else ''}"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-labelledby="{identifier}-t {identifier}-d">'
         f'<title id="{identifier}-t">{escape(chart.title)}</title>'
         f'<desc id="{identifier}-d">{escape(_describe(chart, shown))}</desc>'
@@ -124,17 +128,9 @@ def draw_chart(chart: Chart, identifier: str) -> str:
     )
 
 
-def _unit(chart: Chart, power: int) -> str:
-    units = [chart.unit] if chart.unit else []
-    units += [f"\u00d710{str(power).translate(_SUPERSCRIPTS)}"] if power else []
-    return f' <span class="unit">({escape(", ".join(units))})</span>' if units else ""
-
-
-def _legend(series: Sequence[Series]) -> str:
-    """Return the names of the lines; none where there is one, of the training."""
-    named = [each for each in series if len(series) > 1 or each.is_dashed]
-    entries = "".join(f"<li>{_swatch(each)}{escape(each.label)}</li>" for each in named)
-    return f'<ul class="legend">{entries}</ul>' if entries else ""
+def draw_legend(series: Iterable[Series]) -> str:
+    """Return a list of the names of lines, each behind a piece of it."""
+    return f'<ul class="legend">{"".join(f"<li>{_swatch(each)}{escape(each.label)}</li>" for each in series)}</ul>'
 
 
 class _Plot(NamedTuple):
