@@ -90,6 +90,8 @@ def run_convert(words: Sequence[str]) -> int:
         path = Path(arguments.target)
         if path.suffix not in _SUFFIXES:
             raise ConfigError(f"{path} has the suffix {path.suffix!r}; expected one of {', '.join(_SUFFIXES)}")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no {path.parent}; name another file")
         write_config(path, _text(content, path.suffix), is_new=True)
         print(f"{arguments.source} -> {arguments.target}")
     for line in (*resolved.notes, *lost):

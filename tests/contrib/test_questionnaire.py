@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import os
 import pty
 import re
@@ -155,8 +154,6 @@ def drive(folder: Path, steps: Steps) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def driven(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int, str]]:
     """Every job by name: its folder, the exit code of `config`, and what was shown."""
-    if importlib.util.find_spec("prompt_toolkit") is None:
-        pytest.skip("prompt_toolkit is not installed")
     folders = {name: tmp_path_factory.mktemp("job") for name in JOBS}
     with ThreadPoolExecutor(4) as pool:
         runs = dict(zip(JOBS, pool.map(drive, folders.values(), JOBS.values()), strict=True))

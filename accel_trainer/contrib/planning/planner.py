@@ -245,9 +245,7 @@ class _Step:
             for self.ledger.weight, syncs in micro_batches:
                 self.unit.set_gradient_sync(syncs)
                 try:
-                    outputs: Any = self.unit.model(**self.batch)
-                    loss = outputs.get("loss")
-                    loss = next(iter(outputs.values())).float().mean() if loss is None else loss
+                    loss = _loss_of(self.unit.model(**self.batch))
                 except (RuntimeError, AssertionError) as error:
                     raise ConfigError(
                         f"{type(module).__name__} cannot take a step on tensors without values "
@@ -256,7 +254,7 @@ class _Step:
                     ) from error
                 self.end_of_forward = self.end_of_forward or len(self.ledger.events)
                 self.unit.backward(loss)
-                del loss, outputs
+                del loss
             trained: list[Any] = [p for p in module.parameters() if p.grad is not None]
             self.gradients = [p.grad for p in trained]
             # One of each kind is updated, a dozen instead of 290 in a 7B: each has the state and the temporaries of
@@ -286,6 +284,12 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
             f"{', '.join(known)}"
         )
     return known[name.lower()]
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    # Of its own: nobody may hold the outputs beside the loss during the backward, whose memory is counted.
+    loss = outputs.get("loss")
+    return loss if loss is not None else next(iter(outputs.values())).float().mean()
 
 
 _LABELS_PER_ROW = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")

@@ -74,28 +74,31 @@ def test_mistakes_are_one_line_and_the_code_2(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("state", "message"),
     [
-        ("global_step", "four"),
-        ("max_steps", [1]),
-        ("log_history", [1]),
-        ("log_history", [{"loss": 10**400, "step": 1}]),
-        ("log_history", [{"loss": 1.0, "step": "</script>"}]),
+        *(
+            (
+                json.dumps({"log_history": [], "global_step": 4, "max_steps": 4, **wrong}),
+                "not hold what its writer puts",
+            )
+            for wrong in (
+                {"global_step": "four"},
+                {"max_steps": [1]},
+                {"log_history": [1]},
+                {"log_history": [{"loss": 10**400, "step": 1}]},
+                {"log_history": [{"loss": 1.0, "step": "</script>"}]},
+            )
+        ),
+        ("[" * 200_000, "RecursionError"),
     ],
+    ids=["step", "length", "history", "huge", "markup", "brackets"],
 )
 def test_a_state_of_other_contents_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, value: object
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, message: str
 ):
-    state = {"log_history": [], "global_step": 4, "max_steps": 4, name: value}
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    (tmp_path / "trainer_state.json").write_text(state)
     assert main(["report", str(tmp_path)]) == 2
-    assert "does not hold what its writer puts there" in capsys.readouterr().err
-
-
-def test_a_state_of_brackets_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "trainer_state.json").write_text("[" * 200_000)
-    assert main(["report", str(tmp_path)]) == 2
-    assert "RecursionError" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_in_a_folder_whose_name_is_of_another_encoding_has_a_page(tmp_path: Path):

@@ -26,13 +26,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 def recorded(name: str = "digits", *, rate: float = 1e-3, updates: int = 200) -> RecordedRun:
     history = []
     for step in range(10, updates + 1, 10):
-        history.append(
-            {"step": step, "epoch": step / 100, "loss": 2.0 / step**0.5, "grad_norm": 1.5, "learning_rate": rate}
-        )
-        if step % 50 == 0:
-            history.append(
-                {"step": step, "eval_loss": 2.2 / step**0.5, "eval_accuracy": step / 400, "eval_runtime": 3.0}
-            )
+        trained = {"epoch": step / 100, "loss": 2.0 / step**0.5, "grad_norm": 1.5, "learning_rate": rate}
+        evaluated = {"eval_loss": 2.2 / step**0.5, "eval_accuracy": step / 400, "eval_runtime": 3.0}
+        history += [{"step": step, **values} for values in (trained, evaluated)[: 2 if step % 50 == 0 else 1]]
     history.append({"step": updates, "train_loss": 0.4, "train_runtime": 12.0, "train_samples_per_second": 100.0})
     seconds = {"data": 1.0, "forward + backward": 8.0, "exposed communication": None, "other": 3.0, "total": 12.0}
     record = {
@@ -95,12 +91,10 @@ def test_a_page_is_well_formed_and_loads_nothing(runs):
     elements = Elements(page)
     assert elements.open == []
     assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(elements.tags)
-    assert [value for tag, name, value in elements.attributes if tag == "script" and name == "type"] == [
-        "application/json"
-    ]
-    assert not [
-        each for each in elements.attributes if each[1] in ("src", "href", "xlink:href", "style") or each[1][:2] == "on"
-    ]
+    kinds = [value for tag, name, value in elements.attributes if tag == "script" and name == "type"]
+    assert kinds == ["application/json"]
+    names = {name for _, name, _ in elements.attributes}
+    assert not {name for name in names if name in ("src", "href", "xlink:href", "style") or name.startswith("on")}
     assert not re.search(r"url\(|@import|https?://", page)
     assert "default-src 'none'" in page
 
