@@ -342,7 +342,7 @@ def _ask_hostfile(interview: Interview) -> bool:
         del interview.content["deepspeed"]
         return False
     text = "The hostfile, with a line `name slots=N` for each machine?"
-    interview.option("deepspeed.deepspeed_hostfile", text, None, parse=_existing_file)
+    interview.option("deepspeed.deepspeed_hostfile", text, None, parse=_existing)
     for kind, purpose in (("inclusion", "use"), ("exclusion", "leave out")):
         text = f"Machines and slots to {purpose}, as host1@host2:0,2?"
         if interview.option(f"deepspeed.deepspeed_{kind}_filter", text):
@@ -372,7 +372,7 @@ def _ask_offload(interview: Interview, name: str, text: str, *, with_disk: bool)
     devices = {word: where for word, where in _DEVICES.items() if word != "nvme" or with_disk}
     if interview.option(f"deepspeed.offload_{name}_device", text, "none", devices, parse=str.lower) == "nvme":
         path = f"deepspeed.offload_{name}_nvme_path"
-        interview.option(path, "A folder on that disk?", None, parse=_existing_folder)
+        interview.option(path, "A folder on that disk?", None, parse=functools.partial(_existing, kind="folder"))
 
 
 def _ask_compile(interview: Interview) -> None:
@@ -395,22 +395,15 @@ _ASK_MORE: Mapping[str, Callable[[Interview], None]] = {"fsdp2": _ask_fsdp, "dee
 # --- answers that are no option of the tree ---------------------------------------------------------------------------
 
 
-def _existing_file(answer: str) -> str:
+def _existing(answer: str, kind: str = "file") -> str:
     path = Path(answer).expanduser().absolute()
-    if not path.is_file():
-        raise WrongValueError("a file that exists")
-    return str(path)
-
-
-def _existing_folder(answer: str) -> str:
-    path = Path(answer).expanduser().absolute()
-    if not path.is_dir():
-        raise WrongValueError("a folder that exists")
+    if not (path.is_file() if kind == "file" else path.is_dir()):
+        raise WrongValueError(f"a {kind} that exists")
     return str(path)
 
 
 def _deepspeed_file(answer: str) -> str:
-    path = _existing_file(answer)
+    path = _existing(answer)
     resolve(file={"strategy": "deepspeed", "deepspeed": {"deepspeed_config_file": path}})
     return path
 

@@ -29,7 +29,11 @@ def run_ckpt(words: Sequence[str]) -> int:
     if arguments.command == "list":
         return _list(arguments.directory)
     if arguments.command == "verify":
-        return _verify(arguments.directory, "size" if arguments.size else "full")
+        mode = "size" if arguments.size else "full"
+        flaws = {path: _flaw(path, mode) for path in _find(arguments.directory)}
+        for path, flaw in flaws.items():
+            print(f"{path.name}  good" if flaw is None else flaw)
+        return int(any(flaws.values()))
     if arguments.keep < 1:
         parser.error(f"--keep {arguments.keep} would leave no checkpoint; keep 1 or more")
     return _prune(arguments.directory, arguments.keep)
@@ -138,21 +142,13 @@ def _list(directory: Path) -> int:
     return 0
 
 
-def _verify(directory: Path, mode: str) -> int:
-    flaws = {path: _flaw(path, mode) for path in _find(directory)}
-    for path, flaw in flaws.items():
-        print(f"{path.name}  good" if flaw is None else flaw)
-    return 1 if any(flaw is not None for flaw in flaws.values()) else 0
-
-
 def _newest_and_best(directory: Path, prefix: str) -> list[Path]:
     """Return the newest complete checkpoint, and the one that its Trainer called the best."""
-    complete = (path for _, path in reversed(numbered_checkpoints(directory, prefix)) if is_complete(path))
-    newest = next(complete, None)
-    if newest is None:
-        return []
-    best = Manifest.read(newest).metadata.get("trainer", {}).get("best_step")
-    return [newest] if best is None else [newest, directory / f"{prefix}{best}"]
+    for _, newest in reversed(numbered_checkpoints(directory, prefix)):
+        if is_complete(newest):
+            best = Manifest.read(newest).metadata.get("trainer", {}).get("best_step")
+            return [newest] if best is None else [newest, directory / f"{prefix}{best}"]
+    return []
 
 
 def _prune(directory: Path, keep: int) -> int:

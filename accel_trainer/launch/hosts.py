@@ -105,8 +105,18 @@ def plan_hosts(resolved: Resolved) -> HostJob | None:
             f"deepspeed_multinode_launcher is {launcher!r} ({resolved.source('deepspeed').where})"
             f"{did_you_mean(launcher, known) or '.'} Known: {', '.join(known)}"
         )
+    where = resolved.source("deepspeed").where
+    if not hostfile and (include or exclude):
+        raise ConfigError(
+            f"a filter of machines is set ({where}), and there is no hostfile that it could filter; set "
+            "deepspeed_hostfile, or choose devices with gpu_ids"
+        )
+    if not hostfile and launch.num_machines > 1 and launcher not in ("", _STANDARD):
+        raise ConfigError(
+            f"deepspeed_multinode_launcher is {launcher!r} ({where}) for {launch.num_machines} machines, and nothing "
+            "names them; set deepspeed_hostfile, or launch on each machine with 'standard'"
+        )
     if not hostfile:
-        _check_without_hostfile(resolved, launcher, is_filtered=bool(include or exclude))
         return None
     _check_runner(resolved, launcher, hostfile)
     launcher = launcher or "pdsh"
@@ -118,20 +128,6 @@ def plan_hosts(resolved: Resolved) -> HostJob | None:
     )  # fmt: skip
     _check_programs(job)
     return job
-
-
-def _check_without_hostfile(resolved: Resolved, launcher: str, *, is_filtered: bool) -> None:
-    where, num_machines = resolved.source("deepspeed").where, resolved.config.launch.num_machines
-    if is_filtered:
-        raise ConfigError(
-            f"a filter of machines is set ({where}), and there is no hostfile that it could filter; set "
-            "deepspeed_hostfile, or choose devices with gpu_ids"
-        )
-    if num_machines > 1 and launcher not in ("", _STANDARD):
-        raise ConfigError(
-            f"deepspeed_multinode_launcher is {launcher!r} ({where}) for {num_machines} machines, and "
-            "nothing names them; set deepspeed_hostfile, or launch on each machine with 'standard'"
-        )
 
 
 def _check_runner(resolved: Resolved, launcher: str, hostfile: str) -> None:

@@ -303,15 +303,13 @@ def _work(workers: _Workers) -> None:
     """Call the function in a worker, leave the job, and write the traceback of an error to their folder."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # a kernel that is killed leaves no workers
-    streams: Any = sys.stdout, sys.stderr
-    whole: Any = [_WholeLines(stream) for stream in streams]
-    sys.stdout, sys.stderr = whole
-    try:
-        _call(workers)
-    finally:
-        for stream in whole:
-            stream.flush()
-        sys.stdout, sys.stderr = streams
+    whole: Any = [_WholeLines(stream) for stream in (sys.stdout, sys.stderr)]
+    with contextlib.redirect_stdout(whole[0]), contextlib.redirect_stderr(whole[1]):
+        try:
+            _call(workers)
+        finally:
+            for stream in whole:
+                stream.flush()
 
 
 def _call(workers: _Workers) -> None:

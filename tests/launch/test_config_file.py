@@ -123,15 +123,18 @@ def test_several_machines_are_asked_for_their_place(tmp_path: Path, monkeypatch:
     assert "'3' does not fit: expected a multiple of the 2 machines" in shown
 
 
-def test_every_option_can_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_option_can_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     parts = [
-        ["yes", "", "fsdp2", "8", "", "size", "1000", "", "", "yes", "", "3", "2", "2"],
+        ["yes", "", "fsdp2", "8", "", "size", "1000", "", "", "yes", "", "3", "2", "3", "2"],
         ["", "", "inductor", "yes", "max-autotune", "yes", "true", "none", "yes", "4", "yes", "yes"],
     ]
     content = run(tmp_path / "a.yaml", monkeypatch, *itertools.chain(*parts))
     fsdp = content["fsdp"]
     assert (fsdp["wrap_policy"], fsdp["min_num_params"]) == ("size", 1000)
     assert content["parallel"] == {"tp_size": 2, "dp_replicate_size": 2}
+    shown = capsys.readouterr().out
+    assert "'3' does not fit: expected a divisor of the 8 processes" in shown
+    assert "'3' does not fit: expected a divisor of 4, and smaller" in shown
     assert fsdp["cpu_ram_efficient_loading"] is True
     assert content["compile"] == {"backend": "inductor", "mode": "max-autotune", "fullgraph": True, "dynamic": True}
     assert (content["launch"]["num_cpu_threads_per_process"], content["launch"]["enable_cpu_affinity"]) == (4, True)

@@ -34,14 +34,13 @@ if TYPE_CHECKING:
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 _TRAINABLE = ("float32", "float16", "bfloat16")
 _LIBRARIES = ("timm", "transformers")
-_HEADERS = ("dtype", "Largest Layer", "Total Size", "Training using Adam")
 
 
 def run_estimate(words: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     parser = estimate_command_parser()
     args, others = parser.parse_known_args(words)
-    if others and not _plans(args):
+    if others and args.num_processes is None and args.config_file is None:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     args.layout_options = others
     args.num_workers = usable_cores()  # programs that call the functions may have no guard around their main part
@@ -99,10 +98,6 @@ _SPEEDS = (
 )
 
 
-def _plans(args: argparse.Namespace) -> bool:
-    return args.num_processes is not None or args.config_file is not None
-
-
 def estimate_command(args: argparse.Namespace) -> None:
     """Print the table for arguments of `estimate_command_parser`.
 
@@ -112,7 +107,7 @@ def estimate_command(args: argparse.Namespace) -> None:
     """
     from accel_trainer.big_models.sizes import convert_bytes
 
-    if _plans(args):
+    if args.num_processes is not None or args.config_file is not None:
         return _print_plans(args)
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
     rows = [
@@ -120,7 +115,7 @@ def estimate_command(args: argparse.Namespace) -> None:
         for dtype, *sizes, training in _sizes(model, args.dtypes)
     ]
     title = f"Memory usage of {type(model).__name__}, loaded from `{args.model_name}`"
-    print(create_ascii_table(list(_HEADERS), rows, title))
+    print(create_ascii_table(["dtype", "Largest Layer", "Total Size", "Training using Adam"], rows, title))
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
@@ -181,13 +176,16 @@ def _print_plans(args: argparse.Namespace) -> None:
         Path(args.picture).write_text(_draw(plans, limit), encoding="utf-8")
     if args.json:
         content = [{**dataclasses.asdict(plan), "seconds_per_row": plan.seconds_per_row} for plan in plans]
-        for plan in content:
-            plan["exchanges"] = [each._asdict() for each in plan["exchanges"]]
+        for each in content:
+            each["exchanges"] = [exchange._asdict() for exchange in each["exchanges"]]
         print(json.dumps(content if args.compare else content[0], indent=2))
     elif args.compare:
         print(_comparison(plans, limit, args))
     else:
-        print(_plan_table(plans[0], _other_activations(args, options, plans[0]), args))
+        plan = plans[0]
+        # With checkpointing where the plan is without, and the other way round.
+        others = _plan(args, options, {_RECOMPUTES: not plan.recomputes}).activations if plan.is_sharded else None
+        print(_plan_table(plan, others, args))
 
 
 def _layout_options(args: argparse.Namespace) -> Options:
@@ -291,20 +289,11 @@ def _sharded_sizes(args: argparse.Namespace, num_processes: int) -> Iterator[dic
         for shard in dict.fromkeys((rest, node // (tp * sp), *[1] * (sp == 1))):
             if rest % shard or shard * tp * sp == 1:
                 continue
-            for ep in (1, *_expert_sizes(within, tp, sp, shard)):
+            # Experts are shared by some neighbours; beside slices of sequences, by all of a machine.
+            shared = within[1:] if sp == 1 else within[-1:]
+            for ep in (1, *(size for size in shared if tp == 1 and shard * sp % size == 0)):
                 sizes = {"dp_replicate": rest // shard, "dp_shard": shard, "tp": tp, "sp": sp, "ep": ep}
                 yield {f"parallel.{axis}_size": size for axis, size in sizes.items()}
-
-
-def _expert_sizes(within: Sequence[int], tp: int, sp: int, shard: int) -> list[int]:
-    """Return sizes over which experts are shared: some neighbours; beside slices of sequences, all of a machine."""
-    shared = within[1:] if sp == 1 else within[-1:]
-    return [size for size in shared if tp == 1 and shard * sp % size == 0]
-
-
-def _other_activations(args: argparse.Namespace, options: Options, plan: LayoutPlan) -> int | None:
-    """Return the activations with checkpointing of a plan without, and the other way round; None where it has none."""
-    return _plan(args, options, {_RECOMPUTES: not plan.recomputes}).activations if plan.is_sharded else None
 
 
 def _layout_name(plan: LayoutPlan) -> str:

@@ -130,7 +130,14 @@ def draw_chart(chart: Chart, identifier: str) -> str:
 
 def draw_legend(series: Iterable[Series]) -> str:
     """Return a list of the names of lines, each behind a piece of it."""
-    return f'<ul class="legend">{"".join(f"<li>{_swatch(each)}{escape(each.label)}</li>" for each in series)}</ul>'
+    entries = []
+    for each in series:
+        kind, dashed = f"c{each.colour % NUM_COLOURS}", " dashed" if each.is_dashed else ""
+        dot = f'<circle class="dot {kind}" cx="12" cy="5" r="3"/>' if each.is_dashed else ""
+        line = f'<path class="line {kind}{dashed}" d="M1 5H23"/>'
+        swatch = f'<svg class="swatch" viewBox="0 0 24 10" aria-hidden="true">{line}{dot}</svg>'
+        entries.append(f"<li>{swatch}{escape(each.label)}</li>")
+    return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
 class _Plot(NamedTuple):
@@ -184,14 +191,6 @@ def _draw_lines(plot: _Plot, series: Sequence[Series]) -> str:
         if each.is_dashed and len(places) <= 60 or len(places) == 1:
             parts += [f'<circle class="dot c{each.colour % NUM_COLOURS}" cx="{x}" cy="{y}" r="3"/>' for x, y in places]
     return "".join(parts)
-
-
-def _swatch(series: Series) -> str:
-    kind = f"c{series.colour % NUM_COLOURS}"
-    dot = f'<circle class="dot {kind}" cx="12" cy="5" r="3"/>' if series.is_dashed else ""
-    dashed = " dashed" if series.is_dashed else ""
-    line = f'<path class="line {kind}{dashed}" d="M1 5H23"/>'
-    return f'<svg class="swatch" viewBox="0 0 24 10" aria-hidden="true">{line}{dot}</svg>'
 
 
 def _describe(chart: Chart, series: Sequence[Series]) -> str:
