@@ -338,21 +338,24 @@ def _ask_hostfile(interview: Interview) -> bool:
     """Ask for the launcher of a DeepSpeed job on several machines; return whether a hostfile names them."""
     text = "What starts the machines?"
     path = "deepspeed.deepspeed_multinode_launcher"
-    if interview.option(path, text, "standard", _LAUNCHERS, parse=str.lower) == "standard":
+    launcher = interview.option(path, text, "standard", _LAUNCHERS, parse=str.lower)
+    if launcher == "standard":
         del interview.content["deepspeed"]
         return False
     text = "The hostfile, with a line `name slots=N` for each machine?"
     interview.option("deepspeed.deepspeed_hostfile", text, None, parse=_existing)
     for kind, purpose in (("inclusion", "use"), ("exclusion", "leave out")):
         text = f"Machines and slots to {purpose}, as host1@host2:0,2?"
-        if interview.option(f"deepspeed.deepspeed_{kind}_filter", text):
+        chosen = interview.option(f"deepspeed.deepspeed_{kind}_filter", text)
+        if chosen:
             break
     return True
 
 
 def _ask_deepspeed(interview: Interview) -> None:
     text = "A configuration file of DeepSpeed's own?"
-    if interview.option("deepspeed.deepspeed_config_file", text, parse=_deepspeed_file) is not None:
+    file = interview.option("deepspeed.deepspeed_config_file", text, parse=_deepspeed_file)
+    if file is not None:
         return
     stages = {"1": "shards optimizer state", "2": "gradients too", "3": "parameters too"}
     is_whole = interview.option("deepspeed.zero_stage", "ZeRO stage?", "2", stages, parse=int) == 3
@@ -370,7 +373,8 @@ def _ask_deepspeed(interview: Interview) -> None:
 
 def _ask_offload(interview: Interview, name: str, text: str, *, with_disk: bool) -> None:
     devices = {word: where for word, where in _DEVICES.items() if word != "nvme" or with_disk}
-    if interview.option(f"deepspeed.offload_{name}_device", text, "none", devices, parse=str.lower) == "nvme":
+    device = interview.option(f"deepspeed.offload_{name}_device", text, "none", devices, parse=str.lower)
+    if device == "nvme":
         path = f"deepspeed.offload_{name}_nvme_path"
         interview.option(path, "A folder on that disk?", None, parse=functools.partial(_existing, kind="folder"))
 

@@ -258,12 +258,9 @@ class ClusterConfig(BaseConfig):
     def from_config(cls, config: RunConfig) -> Self:
         """Return a configuration under accelerate's keys; what these cannot say is left out."""
         launch = config.launch
-        plain = "MULTI_CPU" if config.use_cpu else "MULTI_GPU"
-        alone = plain if (launch.num_processes or 1) > 1 else "NO"
-        words = {"fsdp2": "FSDP", "deepspeed": "DEEPSPEED", "ddp": plain, "auto": alone}
         values: dict[str, Any] = {
             "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": words.get(config.strategy, "NO"),
+            "distributed_type": _distributed_type(config),
             "mixed_precision": str(config.mixed_precision),
             "use_cpu": config.use_cpu,
             "debug": config.debug,
@@ -275,13 +272,7 @@ class ClusterConfig(BaseConfig):
             values["dynamo_config"] = {key: value for key, value in compiled.items() if value is not None}
         sizes = {name: getattr(config.parallel, name, None) or 1 for name in PARALLEL_SIZES}
         values["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items() if size > 1}
-        if config.strategy == "fsdp2":
-            values["fsdp_config"] = {f"fsdp_{key}": value for key, value in fsdp_keys(config.fsdp).items()}
-        elif config.strategy == "deepspeed":
-            steps = config.accumulation.num_steps
-            accumulation = {"gradient_accumulation_steps": steps} if steps > 1 else {}
-            values["deepspeed_config"] = accelerate_fields(config.deepspeed) | accumulation
-        return cls(**values)
+        return cls(**(values | _engine_section(config)))
 
 
 def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:
@@ -311,3 +302,21 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
         raise ConfigError(f"mixed_precision={mixed_precision!r} is unknown; expected one of {known}")
     run_config(["default", "--config_file", str(path), "--mixed_precision", mixed_precision])
     return path
+
+
+def _distributed_type(config: RunConfig) -> str:
+    """Return accelerate's word for how the ranks of a configuration work together."""
+    plain = "MULTI_CPU" if config.use_cpu else "MULTI_GPU"
+    alone = plain if (config.launch.num_processes or 1) > 1 else "NO"
+    return {"fsdp2": "FSDP", "deepspeed": "DEEPSPEED", "ddp": plain, "auto": alone}.get(config.strategy, "NO")
+
+
+def _engine_section(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return accelerate's section for the strategy, by its name; nothing where it has none."""
+    if config.strategy == "fsdp2":
+        return {"fsdp_config": {f"fsdp_{key}": value for key, value in fsdp_keys(config.fsdp).items()}}
+    if config.strategy == "deepspeed":
+        steps = config.accumulation.num_steps
+        accumulation = {"gradient_accumulation_steps": steps} if steps > 1 else {}
+        return {"deepspeed_config": accelerate_fields(config.deepspeed) | accumulation}
+    return {}

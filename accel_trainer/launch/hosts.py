@@ -105,18 +105,8 @@ def plan_hosts(resolved: Resolved) -> HostJob | None:
             f"deepspeed_multinode_launcher is {launcher!r} ({resolved.source('deepspeed').where})"
             f"{did_you_mean(launcher, known) or '.'} Known: {', '.join(known)}"
         )
-    where = resolved.source("deepspeed").where
-    if not hostfile and (include or exclude):
-        raise ConfigError(
-            f"a filter of machines is set ({where}), and there is no hostfile that it could filter; set "
-            "deepspeed_hostfile, or choose devices with gpu_ids"
-        )
-    if not hostfile and launch.num_machines > 1 and launcher not in ("", _STANDARD):
-        raise ConfigError(
-            f"deepspeed_multinode_launcher is {launcher!r} ({where}) for {launch.num_machines} machines, and nothing "
-            "names them; set deepspeed_hostfile, or launch on each machine with 'standard'"
-        )
     if not hostfile:
+        _check_without_hostfile(resolved, launcher, is_filtered=bool(include or exclude))
         return None
     _check_runner(resolved, launcher, hostfile)
     launcher = launcher or "pdsh"
@@ -128,6 +118,20 @@ def plan_hosts(resolved: Resolved) -> HostJob | None:
     )  # fmt: skip
     _check_programs(job)
     return job
+
+
+def _check_without_hostfile(resolved: Resolved, launcher: str, *, is_filtered: bool) -> None:
+    where, num_machines = resolved.source("deepspeed").where, resolved.config.launch.num_machines
+    if is_filtered:
+        raise ConfigError(
+            f"a filter of machines is set ({where}), and there is no hostfile that it could filter; set "
+            "deepspeed_hostfile, or choose devices with gpu_ids"
+        )
+    if num_machines > 1 and launcher not in ("", _STANDARD):
+        raise ConfigError(
+            f"deepspeed_multinode_launcher is {launcher!r} ({where}) for {num_machines} machines, and "
+            "nothing names them; set deepspeed_hostfile, or launch on each machine with 'standard'"
+        )
 
 
 def _check_runner(resolved: Resolved, launcher: str, hostfile: str) -> None:
@@ -274,7 +278,13 @@ def _runner_command(job: HostJob, command: Sequence[str]) -> list[str]:
     for option, value in (("--include", job.include), ("--exclude", job.exclude), ("--num_gpus", job.num_per_host)):
         if value:
             words += [option, str(value)]
-    address = job.main_address
+    kind, script, *rest = _script_words(job, command)
+    rest = [_for_shell(word) for word in rest] if _is_by_shell(job) else rest
+    return [*words, *_address_options(job), *filter(None, [kind]), script, *rest]
+
+
+def _address_options(job: HostJob) -> list[str]:
+    words, address = [], job.main_address
     if job.is_here:
         address = address or "127.0.0.1"
         words.append("--no_ssh_check")
@@ -283,11 +293,7 @@ def _runner_command(job: HostJob, command: Sequence[str]) -> list[str]:
         words.append("--force_multi")
     if address is None and job.launcher != "pdsh":
         address = next(iter(job.hosts))
-    if address is not None:
-        words += ["--master_addr", address]
-    kind, script, *rest = _script_words(job, command)
-    rest = [_for_shell(word) for word in rest] if _is_by_shell(job) else rest
-    return [*words, *filter(None, [kind]), script, *rest]
+    return words if address is None else [*words, "--master_addr", address]
 
 
 def _script_words(job: HostJob, command: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 
-from accel_trainer.config import Resolved, Source, SourceKind, read_file, resolve
+from accel_trainer.config import LaunchConfig, Resolved, Source, SourceKind, read_file, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.config.parallel import axis_sizes, check_fewest
 from accel_trainer.config.validation import UNUSED_UNDER, show_plain
@@ -154,14 +154,18 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     if (needs_group or is_rank) and command[0] == sys.executable:
         command = (command[0], "-u", *command[1:])
     num_local = num_processes // launch.num_machines if hosts is None else hosts.num_local_processes
-    interface = None  # their library finds it
-    if needs_group and (hosts is None or hosts.is_here):
-        is_here = hosts is not None or launch.num_machines == 1
-        interface = find_interface(None if is_here else launch.main_process_ip)
+    interface = _interface(launch, hosts) if needs_group else None
     environment = worker_environment(environ, resolved, launch_text, num_local, interface)
     if is_rank:
         environment |= {name: environ[name] for name in _RANK_VARIABLES if name in environ}
     return Job(resolved, command, environment, num_local, needs_group, hosts, outer)
+
+
+def _interface(launch: LaunchConfig, hosts: HostJob | None) -> str | None:
+    """Return the network interface by which the processes reach each other; None leaves it to their library."""
+    if hosts is not None:
+        return find_interface(None) if hosts.is_here else None
+    return find_interface(None if launch.num_machines == 1 else launch.main_process_ip)
 
 
 def _needs_group(resolved: Resolved, num_processes: int) -> bool:
@@ -408,8 +412,11 @@ def worker_environment(
     grace = resolved.config.preemption.grace_seconds
     if grace is not None:
         variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace)))
-    if interface is not None:
-        variables.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if launch.num_machines > 1:
-            variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, any whose name begins like that
-    return variables
+    return _interface_variables(launch, interface) | variables
+
+
+def _interface_variables(launch: LaunchConfig, interface: str | None) -> dict[str, str]:
+    if interface is None:
+        return {}
+    nccl = {"NCCL_SOCKET_IFNAME": f"={interface}"}  # without =, any whose name begins like that
+    return {"GLOO_SOCKET_IFNAME": interface, **(nccl if launch.num_machines > 1 else {})}

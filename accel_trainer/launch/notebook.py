@@ -113,23 +113,20 @@ def notebook_launcher(
         ProcessGroupError: a worker failed; the message has its rank and its traceback.
     """
     refuse_nesting(os.environ)
-    outer = {name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE}
+    outer = dict(os.environ)
+    outer.pop(LAUNCH_VARIABLE, None)
     if num_processes is None:
-        is_on_cpu = use_cpu or resolve(environ=outer).config.use_cpu
-        num_processes = 1 if is_on_cpu else max(1, torch.cuda.device_count(), count_tpus())
+        num_processes = _default_processes(use_cpu, outer)
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
     _check_numbers(num_processes, num_nodes, node_rank)
     is_static = rdzv_backend == "static"
-    settings = dict(rdzv_conf or {})
-    if not is_static and rdzv_id != "none":  # accelerate's default, for no id
-        settings["rdzv_id"] = rdzv_id
     launch = LaunchConfig(
         num_machines=num_nodes,
         machine_rank=node_rank,
         main_process_ip=None if is_static and num_nodes == 1 else address,
         main_process_port=port,
         rdzv_backend=rdzv_backend,
-        rdzv_conf=",".join(f"{key}={value}" for key, value in settings.items()),
+        rdzv_conf=_settings_text(rdzv_conf, "none" if is_static else rdzv_id),
         max_restarts=max_restarts,
         monitor_interval_seconds=monitor_interval,
         tee="3" if log_line_prefix_template else "0",
@@ -171,6 +168,17 @@ def _check_numbers(num_processes: int, num_nodes: int, node_rank: int) -> None:
             f"num_processes={num_processes!r}, num_nodes={num_nodes!r}, node_rank={node_rank!r}: expected one process "
             "and one machine at least, and a node_rank from 0 to num_nodes - 1"
         )
+
+
+def _settings_text(conf: Mapping[str, Any] | None, run_id: str) -> str:
+    """Return settings of the rendezvous as `rdzv_conf` has them; "none" is accelerate's default for no run id."""
+    settings = {**(conf or {}), **({} if run_id == "none" else {"rdzv_id": run_id})}
+    return ",".join(f"{key}={value}" for key, value in settings.items())
+
+
+def _default_processes(use_cpu: bool, environ: Mapping[str, str]) -> int:
+    is_on_cpu = use_cpu or resolve(environ=environ).config.use_cpu
+    return 1 if is_on_cpu else max(1, torch.cuda.device_count(), count_tpus())
 
 
 def _endpoint(endpoint: str, address: str, port: int | str | None) -> tuple[str, int | None]:

@@ -358,12 +358,16 @@ class Launchers:
             self._failure = _read(self._store.get("failure"))
         machines = [self.machine, *self._others]
         self._all_are_done = self._store.check([f"done/{machine}" for machine in machines])
-        if not self._hosts_store:
-            if self._store.check(["host"]):
-                self._host = int(self._store.get("host"))
-            if self._failure is not None or self._all_are_done:
-                self._store.set(f"left/{self.machine}", "1")
+        if self._hosts_store:
+            self._look_for_lost()
             return
+        if self._store.check(["host"]):
+            self._host = int(self._store.get("host"))
+        if self._failure is not None or self._all_are_done:
+            self._store.set(f"left/{self.machine}", "1")
+
+    def _look_for_lost(self) -> None:
+        """Read how far the others have counted, where the store is, and publish that one of them does not."""
         for machine, (known, _) in self._beats.items():
             count = self._store.add(f"beat/{machine}", 0)
             if count != known:

@@ -225,16 +225,26 @@ _ALONE_SECONDS = 5.0
 
 
 def _all_plans(args: argparse.Namespace, options: Options) -> list[LayoutPlan]:
-    """Return the plans of layouts that the model and the number of processes allow.
+    """Return the plans of layouts that the model and the number of processes allow; without any, raise what refuses."""
+    outcomes = _outcomes(args, options)
+    plans = [outcome for outcome in outcomes if not isinstance(outcome, ConfigError)]
+    if not plans:
+        raise next(outcome for outcome in reversed(outcomes) if isinstance(outcome, ConfigError))
+    return plans
+
+
+def _outcomes(args: argparse.Namespace, options: Options) -> list[LayoutPlan | ConfigError]:
+    """Return the plan of each layout, or what refuses it, but of those with sizes that have been refused by then.
 
     What is left after some seconds is shared out over processes, one for each core: a process is a rank of one job.
     """
-    begun, num_workers = time.perf_counter(), getattr(args, "num_workers", 1)
+    num_workers = getattr(args, "num_workers", 1)
+    until = float("inf") if num_workers == 1 else time.perf_counter() + _ALONE_SECONDS
     candidates = deque(_candidates(args, options))
     outcomes: list[LayoutPlan | ConfigError] = []
     refused: set[tuple[str, int]] = set()
     """Sizes that do not fit the model, with nothing beside them: nor will they with something."""
-    while candidates and (num_workers == 1 or time.perf_counter() - begun < _ALONE_SECONDS):
+    while candidates and time.perf_counter() < until:
         flags = candidates.popleft()
         asked = _sizes_of_models(flags)
         if not asked & refused:
@@ -245,10 +255,7 @@ def _all_plans(args: argparse.Namespace, options: Options) -> list[LayoutPlan]:
         spawned = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(num_workers, len(rest)), mp_context=spawned) as pool:
             outcomes += pool.map(partial(_try_plan, args, options), rest)
-    plans = [outcome for outcome in outcomes if not isinstance(outcome, ConfigError)]
-    if not plans and isinstance(outcomes[-1], ConfigError):
-        raise outcomes[-1]
-    return plans
+    return outcomes
 
 
 def _sizes_of_models(flags: Mapping[str, Any]) -> set[tuple[str, int]]:
@@ -289,11 +296,15 @@ def _sharded_sizes(args: argparse.Namespace, num_processes: int) -> Iterator[dic
         for shard in dict.fromkeys((rest, node // (tp * sp), *[1] * (sp == 1))):
             if rest % shard or shard * tp * sp == 1:
                 continue
-            # Experts are shared by some neighbours; beside slices of sequences, by all of a machine.
-            shared = within[1:] if sp == 1 else within[-1:]
-            for ep in (1, *(size for size in shared if tp == 1 and shard * sp % size == 0)):
+            for ep in (1, *_expert_sizes(within, tp, sp, shard)):
                 sizes = {"dp_replicate": rest // shard, "dp_shard": shard, "tp": tp, "sp": sp, "ep": ep}
                 yield {f"parallel.{axis}_size": size for axis, size in sizes.items()}
+
+
+def _expert_sizes(within: Sequence[int], tp: int, sp: int, shard: int) -> list[int]:
+    """Return sizes over which experts are shared: some neighbours; beside slices of sequences, all of a machine."""
+    shared = within[1:] if sp == 1 else within[-1:]
+    return [size for size in shared if tp == 1 and shard * sp % size == 0]
 
 
 def _layout_name(plan: LayoutPlan) -> str:
@@ -359,10 +370,10 @@ def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.N
     )
     rows = []
     for plan in fitting:
-        state = plan.parameters + plan.gradients + plan.optimizer_state
-        sizes = [convert_bytes(size) for size in (state, plan.activations, plan.peak)]
-        times = [_ms(seconds) for seconds in (plan.compute_seconds, plan.exposed_seconds, plan.seconds_per_row)]
-        rows.append([_layout_name(plan), plan.strategy, "yes" if plan.recomputes else "no", *sizes, *times])
+        sizes = (plan.parameters + plan.gradients + plan.optimizer_state, plan.activations, plan.peak)
+        times = (plan.compute_seconds, plan.exposed_seconds, plan.seconds_per_row)
+        names = [_layout_name(plan), plan.strategy, "yes" if plan.recomputes else "no"]
+        rows.append([*names, *map(convert_bytes, sizes), *map(_ms, times)])
     lines = [create_ascii_table(headers, rows, title)] if fitting else []
     if len(fitting) < len(plans):
         least = min(plan.peak for plan in plans if plan not in fitting)

@@ -255,13 +255,16 @@ class _Step:
                 self.end_of_forward = self.end_of_forward or len(self.ledger.events)
                 self.unit.backward(loss)
                 del loss
-            trained: list[Any] = [p for p in module.parameters() if p.grad is not None]
-            self.gradients = [p.grad for p in trained]
-            # One of each kind is updated, a dozen instead of 290 in a 7B: each has the state and the temporaries of
-            # all that are like it, and torch.optim's updates on a CPU take one parameter after the other.
-            first = {_kind_of_parameter(p): p for p in reversed(trained)}
-            optimizer.param_groups[0]["params"] = list(first.values())
-            self.unit.step()
+            self._update(optimizer)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        trained: list[Any] = [p for p in self.unit.module.parameters() if p.grad is not None]
+        self.gradients = [p.grad for p in trained]
+        # One of each kind is updated, a dozen instead of 290 in a 7B: each has the state and the temporaries of
+        # all that are like it, and torch.optim's updates on a CPU take one parameter after the other.
+        first = {_kind_of_parameter(p): p for p in reversed(trained)}
+        optimizer.param_groups[0]["params"] = list(first.values())
+        self.unit.step()
         states = (optimizer.state[first[_kind_of_parameter(p)]] for p in trained)
         self.states = [value for state in states for value in state.values() if isinstance(value, Tensor)]
 

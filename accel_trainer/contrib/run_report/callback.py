@@ -231,6 +231,16 @@ class RunReport(RunObserver):
 _STATE_FIELDS = ("log_history", "global_step", "max_steps", "best_metric", "best_global_step")
 
 
+def _describe_losses(history: Sequence[Mapping[str, Any]]) -> str:
+    last: dict[str, Any] = {}
+    for entry in history:
+        last |= entry
+    names = {"train_loss": "mean of the run", "loss": "last logged"}
+    names |= {name: name for name in last if name.startswith("eval_") and name.endswith("loss")}
+    losses = [f"{format_number(last[name])} ({text})" for name, text in names.items() if name in last]
+    return ", ".join(losses) or "none logged"
+
+
 def _describe_end(record: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     figures, seconds = record["figures"], record["seconds"]
     rates = [f"{format_number(figures['samples_per_second'], 3)} samples/s"]
@@ -243,14 +253,8 @@ def _describe_end(record: Mapping[str, Any], history: Sequence[Mapping[str, Any]
         for name, value in seconds.items()
         if name != "total" and (value is None or value >= total * 0.0005)
     ]
-    last: dict[str, Any] = {}
-    for entry in history:
-        last |= entry
-    names = {"train_loss": "mean of the run", "loss": "last logged"}
-    names |= {name: name for name in last if name.startswith("eval_") and name.endswith("loss")}
-    losses = [f"{format_number(last[name])} ({text})" for name, text in names.items() if name in last]
     rows = [
-        ("Loss", ", ".join(losses) or "none logged"),
+        ("Loss", _describe_losses(history)),
         ("Throughput", f"{', '.join(rates)} (evaluation and checkpoints left out)"),
         ("Time", f"{describe_seconds(total)}: {', '.join(parts)}"),
     ]

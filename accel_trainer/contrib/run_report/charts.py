@@ -111,15 +111,12 @@ def draw_chart(chart: Chart, identifier: str) -> str:
     values = [y for each in shown for _, y in each.points]
     steps = [x for each in shown for x, _ in each.points]
     ticks, power = _axis(values, chart.from_zero)
-    units = [chart.unit] if chart.unit else []
-    units += [f"\u00d710{str(power).translate(_SUPERSCRIPTS)}"] if power else []
-    unit = f' <span class="unit">({escape(", ".join(units))})</span>' if units else ""
     named = [each for each in shown if len(shown) > 1 or each.is_dashed]  # not the line of a training alone
     note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
     plot = _Plot.around(steps, ticks)
     return (
-        f'<figure class="chart" id="{identifier}"><figcaption>{escape(chart.title)}{unit}</figcaption>'
-        f"{draw_legend(named) if named else ''}"
+        f'<figure class="chart" id="{identifier}"><figcaption>{escape(chart.title)}{_unit(chart, power)}</figcaption>'
+        f"{draw_legend(named)}"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-labelledby="{identifier}-t {identifier}-d">'
         f'<title id="{identifier}-t">{escape(chart.title)}</title>'
         f'<desc id="{identifier}-d">{escape(_describe(chart, shown))}</desc>'
@@ -128,8 +125,14 @@ def draw_chart(chart: Chart, identifier: str) -> str:
     )
 
 
+def _unit(chart: Chart, power: int) -> str:
+    units = [chart.unit] if chart.unit else []
+    units += [f"\u00d710{str(power).translate(_SUPERSCRIPTS)}"] if power else []
+    return f' <span class="unit">({escape(", ".join(units))})</span>' if units else ""
+
+
 def draw_legend(series: Iterable[Series]) -> str:
-    """Return a list of the names of lines, each behind a piece of it."""
+    """Return a list of the names of lines, each behind a piece of it; nothing of none."""
     entries = []
     for each in series:
         kind, dashed = f"c{each.colour % NUM_COLOURS}", " dashed" if each.is_dashed else ""
@@ -137,7 +140,7 @@ def draw_legend(series: Iterable[Series]) -> str:
         line = f'<path class="line {kind}{dashed}" d="M1 5H23"/>'
         swatch = f'<svg class="swatch" viewBox="0 0 24 10" aria-hidden="true">{line}{dot}</svg>'
         entries.append(f"<li>{swatch}{escape(each.label)}</li>")
-    return f'<ul class="legend">{"".join(entries)}</ul>'
+    return f'<ul class="legend">{"".join(entries)}</ul>' if entries else ""
 
 
 class _Plot(NamedTuple):

@@ -201,10 +201,14 @@ def _figure_rows(run: RecordedRun) -> dict[str, str]:
     if total := run.seconds.get("total") or figures.get("train_runtime"):
         rows["time"] = describe_seconds(total)
     if figures.get("updates") is not None:
-        of, epoch = figures.get("max_steps"), figures.get("epoch")
-        more = ([f"of {of:,}"] if of else []) + ([f"{format_number(epoch)} epochs"] if epoch else [])
-        rows["updates"] = f"{figures['updates']:,}" + (f" ({', '.join(more)})" if more else "")
+        rows["updates"] = _describe_updates(figures)
     return rows
+
+
+def _describe_updates(figures: Mapping[str, Any]) -> str:
+    of, epoch = figures.get("max_steps"), figures.get("epoch")
+    more = ([f"of {of:,}"] if of else []) + ([f"{format_number(epoch)} epochs"] if epoch else [])
+    return f"{figures['updates']:,}" + (f" ({', '.join(more)})" if more else "")
 
 
 def describe_peaks(peaks: Sequence[int]) -> str:
@@ -219,20 +223,24 @@ def _charts(runs: Sequence[RecordedRun]) -> str:
     names = {name for run in runs for name in run.curves}
     losses = sorted(name for name in names if name.startswith("eval_") and name.endswith("loss"))
     metrics = sorted(name for name in names if name.startswith("eval_") and name not in losses)
-    most_memory = max((y for run in runs for _, y in run.curves.get(MEMORY, ())), default=0.0)
-    unit, num_bytes = ("GiB", 2**30) if most_memory >= 2**30 else ("MiB", 2**20)
     charts = [
         Chart("Loss", _series(runs, [TRAIN_LOSS, *losses]), note=_not_finite(runs, [TRAIN_LOSS, *losses])),
         Chart("Learning rate", _series(runs, [LEARNING_RATE]), from_zero=True),
         Chart("Gradient norm", _series(runs, [GRAD_NORM]), from_zero=True, note=_not_finite(runs, [GRAD_NORM])),
         Chart("Throughput", _series(runs, [THROUGHPUT]), "samples per second", from_zero=True),
-        Chart("Memory of rank 0", _series(runs, [MEMORY], 1 / num_bytes), unit, from_zero=True),
+        _memory_chart(runs),
         *(Chart(name, _series(runs, [name])) for name in metrics[:_MAX_METRIC_CHARTS]),
     ]
     drawn = "".join(draw_chart(chart, f"chart-{index}") for index, chart in enumerate(charts))
     if not drawn:
         return _section("Curves", '<p class="soft">The run has logged no values; see logging_steps.</p>')
     return _section("Curves", f'<div class="grid">{drawn}</div>')
+
+
+def _memory_chart(runs: Sequence[RecordedRun]) -> Chart:
+    highest = max((y for run in runs for _, y in run.curves.get(MEMORY, ())), default=0.0)
+    unit, num_bytes = ("GiB", 2**30) if highest >= 2**30 else ("MiB", 2**20)
+    return Chart("Memory of rank 0", _series(runs, [MEMORY], 1 / num_bytes), unit, from_zero=True)
 
 
 def _series(runs: Sequence[RecordedRun], names: Sequence[str], factor: float = 1.0) -> list[Series]:
@@ -266,16 +274,20 @@ def _time(runs: Sequence[RecordedRun]) -> str:
         '<p class="note">Of rank 0, and of this train() alone if it was resumed. '
         "Exposed communication is the time for which updates waited for gradients, or for counts, of other ranks.</p>"
     )
-    longest = max((run.seconds["total"] or 0.0 for run in measured), default=0.0)
+    content = f"{_time_bars(measured, phases)}{_time_table(measured, phases)}{note}"
+    return _section("Time", f'<div class="card">{content}</div>' if measured else "")
+
+
+def _time_bars(runs: Sequence[RecordedRun], phases: Sequence[str]) -> str:
+    longest = max((run.seconds["total"] or 0.0 for run in runs), default=0.0)
     bars = []
-    for run in measured:
+    for run in runs:
         shares = [(name, run.seconds.get(name) or 0.0) for name in phases]
         total = run.seconds["total"] or 0.0
         label = ", ".join(f"{name} {100 * value / total:.1f}%" for name, value in shares if value)
-        heading = f'<p class="note">{escape(run.name)}</p>' if len(measured) > 1 else ""
+        heading = f'<p class="note">{escape(run.name)}</p>' if len(runs) > 1 else ""
         bars.append(heading + draw_shares(shares, longest, label))
-    content = f"{''.join(bars)}{_time_table(measured, phases)}{note}"
-    return _section("Time", f'<div class="card">{content}</div>' if measured else "")
+    return "".join(bars)
 
 
 def _time_table(runs: Sequence[RecordedRun], phases: Sequence[str]) -> str:
@@ -328,10 +340,14 @@ def _cell(option: Option | None) -> str:
     return f"<code>{escape(option.value)}</code>{source}"
 
 
+def _differing_options(runs: Sequence[RecordedRun]) -> list[str]:
+    names = dict.fromkeys(name for run in runs for name in run.options)
+    return [name for name in names if len({run.options.get(name, Option("")).value for run in runs}) > 1]
+
+
 def _differences(runs: Sequence[RecordedRun]) -> str:
     known = [run for run in runs if run.options]
-    names = dict.fromkeys(name for run in known for name in run.options)
-    differing = [name for name in names if len({run.options.get(name, Option("")).value for run in known}) > 1]
+    differing = _differing_options(known)
     if differing:
         rows = [(f"<code>{escape(name)}</code>", *(_cell(run.options.get(name)) for run in runs)) for name in differing]
         content = _table(["option", *(run.name for run in runs)], rows)

@@ -114,5 +114,5 @@ def test_the_page_is_made_without_torch(tmp_path: Path):
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "accel_trainer.contrib.run_report.page" in imported
+    assert "accel_trainer.contrib.run_report.charts" in imported
     assert not imported & {"torch", "transformers", "numpy"}
