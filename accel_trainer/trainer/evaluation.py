@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 from transformers.utils import logging
@@ -26,7 +25,8 @@ from accel_trainer.runtime.tensor_trees import is_tensor, send_to_device
 from accel_trainer.runtime.uneven_gather import Column, gather_steps
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.compile import reuses_outputs
-from accel_trainer.trainer.loss import counting_locally, counts_by_rows
+from accel_trainer.trainer.arguments.training_arguments import setting
+from accel_trainer.trainer.loss import counts_by_rows
 from accel_trainer.tree import map_leaves
 
 if TYPE_CHECKING:
@@ -107,15 +107,6 @@ def _to_vector(values: Sequence[Tensor | float]) -> Tensor:
     return vector
 
 
-def _log_start(trainer: Trainer, dataloader: DataLoader, description: str) -> None:
-    logger.info(f"\n***** Running {description} *****")
-    if has_length(dataloader):
-        logger.info(f"  Num examples = {trainer.num_examples(dataloader)}")
-    else:
-        logger.info("  Num examples: Unknown")
-    logger.info(f"  Batch size = {trainer.args.eval_batch_size}")
-
-
 _Batch = tuple[Any, int | None, bool]
 """The inputs, this rank's samples in them, and whether it is the last step.
 
@@ -180,15 +171,22 @@ class _Pass:
         if samples is None:
             samples = find_batch_size(logits) or 1
         self.num_samples += samples
-        if samples:
-            logits = self._preprocess(logits, labels)
+        preprocess = self.trainer.preprocess_logits_for_metrics
+        if samples and logits is not None and preprocess is not None:
+            logits = preprocess(logits, labels)
         if samples and loss is not None:
             self.mean_loss.add(loss, self._weight(inputs, targets, samples))
         losses = loss.detach().mean().expand(samples) if self.wants_losses and loss is not None else None
         if self.args.batch_eval_metrics:
             self._batch_metrics(inputs if samples else None, losses, logits, labels, is_last)
         if samples and self.keeps_predictions:
-            self._keep(inputs, losses, logits, labels)
+            # Until the ranks exchange them.
+            self.losses.add(losses)
+            self.predictions.add(logits)
+            self.labels.add(labels)
+            if self.wants_inputs:
+                name = getattr(self.trainer.model, "main_input_name", "input_ids")
+                self.inputs.add(self.trainer._prepare_input(inputs[name]))
 
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
         """Return loss, logits and labels of one batch, in memory that the next batch leaves alone."""
@@ -196,22 +194,8 @@ class _Pass:
             inputs = {**inputs, "skip_logits": True}  # as upstream asks of models with liger's kernels
         loss, logits, labels = self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
         if self.reuses_outputs:
-            loss, logits = map_leaves(_copied, (loss, logits), is_leaf=is_tensor)
+            loss, logits = map_leaves(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, (loss, logits))
         return loss, logits, labels
-
-    def _preprocess(self, logits: Any, labels: Any) -> Any:
-        """Return the logits as the user wants them to be kept."""
-        preprocess = self.trainer.preprocess_logits_for_metrics
-        return logits if logits is None or preprocess is None else preprocess(logits, labels)
-
-    def _keep(self, inputs: Any, losses: Any, logits: Any, labels: Any) -> None:
-        """Keep the results of one batch until the ranks exchange them."""
-        self.losses.add(losses)
-        self.predictions.add(logits)
-        self.labels.add(labels)
-        if self.wants_inputs:
-            name = getattr(self.trainer.model, "main_input_name", "input_ids")
-            self.inputs.add(self.trainer._prepare_input(inputs[name]))
 
     def _targets(self, inputs: Any) -> Any:
         """Return the labels over which the loss of a batch is a mean, where the batch has them by name."""
@@ -271,15 +255,6 @@ class _Pass:
             return to_numpy(gather_steps(results.steps, readers))
         return [to_numpy(gather_steps(results.steps[index : index + 1], readers)) for index in range(num_steps)]
 
-    def count_samples(self) -> int:
-        """Return the number of samples over all ranks. Collective."""
-        return sum(gather_object([self.num_samples], self.trainer.accelerator.readers))
-
-
-def _hears_steps(callback: TrainerCallback) -> bool:
-    """Whether a callback does something at each step of an evaluation: the progress bar does, most do not."""
-    return getattr(callback.on_prediction_step, "__func__", None) is not TrainerCallback.on_prediction_step
-
 
 @section("evaluation")
 def run_evaluation(
@@ -298,20 +273,22 @@ def run_evaluation(
     """
     args = trainer.args
     loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-    _log_start(trainer, dataloader, description)
+    logger.info(f"\n***** Running {description} *****")
+    num_examples = f" = {trainer.num_examples(dataloader)}" if has_length(dataloader) else ": Unknown"
+    logger.info(f"  Num examples{num_examples}")
+    logger.info(f"  Batch size = {args.eval_batch_size}")
     model.eval()
     # Schedule-free optimizers evaluate with other weights than those at which they take gradients.
     if callable(getattr(trainer.optimizer, "eval", None)):
         trainer.optimizer.eval()
     trainer.callback_handler.eval_dataloader = dataloader
     evaluation, handler = _Pass(trainer, description), trainer.callback_handler
-    hears_steps = any(map(_hears_steps, handler.callbacks))
-    with counting_locally(args):
+    # Each rank normalises its own batch: no collective, and no factor for the number of ranks.
+    with setting(args, average_tokens_across_devices=False):
         readers = trainer.accelerator.readers
         for step, batch in enumerate(_batches(dataloader, readers.rank, readers.world_size), start=1):
             evaluation.step(model, batch, loss_only, ignore_keys)
-            if hears_steps:
-                trainer.control = handler.on_prediction_step(args, trainer.state, trainer.control)
+            trainer.control = handler.on_prediction_step(args, trainer.state, trainer.control)
             if trainer.ends_evaluations and trainer.is_preempted_in_evaluation(dataloader):
                 raise EvaluationPreempted
             if args.eval_accumulation_steps is not None and step % args.eval_accumulation_steps == 0:
@@ -337,13 +314,8 @@ def _finish(trainer: Trainer, evaluation: _Pass, prefix: str) -> EvalLoopOutput:
     results = {} if loss is None else {f"{prefix}_loss": loss}
     for key, value in denumpify_detensorize(dict(metrics or {})).items():
         results[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = value
-    return EvalLoopOutput(
-        predictions=predictions, label_ids=labels, metrics=results, num_samples=evaluation.count_samples()
-    )
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    num_samples = sum(gather_object([evaluation.num_samples], trainer.accelerator.readers))
+    return EvalLoopOutput(predictions=predictions, label_ids=labels, metrics=results, num_samples=num_samples)
 
 
 def to_numpy(data: Any) -> Any:

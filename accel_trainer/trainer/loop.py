@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from time import perf_counter
@@ -40,7 +40,8 @@ class UpdateTakenBackError(Exception):
     """An update's gradients are no numbers, and the run goes back to a checkpoint. The same on every rank."""
 
 
-def _take_back(found: str) -> None:
+def take_back(found: str) -> None:
+    """Raise UpdateTakenBackError, on the guard's behalf."""
     raise UpdateTakenBackError(found)
 
 
@@ -191,16 +192,12 @@ class EpochRun:
 
     trainer: Trainer
     reader: WindowReader
-    clock: RunClock
-    """Read in place: a method of its own would add frames to every update."""
     model: nn.Module
     epoch: int
     steps_in_epoch: int
     trial: Any
     ignore_keys_for_eval: list[str] | None
     start_time: float
-    guard: NonFiniteGuard | None
-    """None under fp16, whose loss scale finds them in every update."""
     step: int
     """Index in the epoch of the last micro-batch that was trained; -1 before the first."""
     is_resumed: bool
@@ -211,6 +208,11 @@ class EpochRun:
     """Tokens and operations before the present update."""
     sync: bool | None = None
     """Last value of `set_gradient_sync`, which walks through all modules of a sharded model."""
+
+    @property
+    def guard(self) -> NonFiniteGuard | None:
+        """None under fp16, whose loss scale finds them in every update."""
+        return self.trainer.accelerator.nonfinite_guard
 
     def train(self, restore_rng_from: str | None) -> None:
         """Train the updates of the epoch that are left, until it ends or a callback stops it. Collective.
@@ -231,7 +233,8 @@ class EpochRun:
 
     def _window(self, num_batches: int, restore_rng_from: str | None) -> bool:
         """Train the micro-batches of one update; return whether there were any."""
-        trainer, reader, checkpoints, clock = self.trainer, self.reader, self.trainer.run_checkpoints, self.clock
+        trainer, reader, checkpoints = self.trainer, self.reader, self.trainer.run_checkpoints
+        clock = trainer.run_clock
         # Before anything is read: a checkpoint within this update has the loader where the update begins.
         checkpoints.begin_update(trainer.callback_handler.train_dataloader)
         if clock.sample is not None:
@@ -279,7 +282,7 @@ class EpochRun:
             trainer.control = handler.on_step_begin(trainer.args, trainer.state, trainer.control)
         begin = perf_counter()
         loss = trainer.training_step(self.model, inputs, num_items)
-        self.clock.compute_seconds += perf_counter() - begin
+        trainer.run_clock.compute_seconds += perf_counter() - begin
         self._add_loss(loss)
         if self.guard is not None:
             if is_first:
@@ -322,7 +325,8 @@ class EpochRun:
         trainer._tr_loss += loss
 
     def _update(self) -> None:
-        trainer, args, handler, clock = self.trainer, self.trainer.args, self.trainer.callback_handler, self.clock
+        trainer, args, handler = self.trainer, self.trainer.args, self.trainer.callback_handler
+        clock = trainer.run_clock
         if clock.sample is not None:
             clock.sample.mark(BACKWARD_DONE)
         begin = perf_counter()
@@ -355,18 +359,6 @@ class EpochRun:
         if self.guard is not None and (trainer.control.should_save or trainer.control.should_training_stop):
             self.guard.look()
         self._log_save_evaluate()
-
-    @contextmanager
-    def taking_back(self) -> Iterator[None]:
-        """Context in which an update that the guard finds is taken back."""
-        if self.guard is None:
-            yield
-            return
-        self.guard.roll_back = _take_back
-        try:
-            yield
-        finally:
-            self.guard.roll_back = None
 
     @section("load")
     def _roll_back(self, found: str, num_read: int) -> None:

@@ -12,15 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import unwrap_peft_model
 
 from accel_trainer import logging
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.rng import KeptStreams
+from accel_trainer.trainer.arguments.training_arguments import setting
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
 
 logger = logging.get_logger(__name__)
+
+_CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 class LossKind(IntEnum):
@@ -77,7 +83,7 @@ class LossNormalization:
             loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
             return loss
         # Divided by its own labels, and not multiplied: it counts by them in the update.
-        with counting_locally(trainer.args):
+        with setting(trainer.args, average_tokens_across_devices=False):
             loss = trainer.compute_loss(model, inputs, num_items_in_batch=_own_items(trainer, inputs))
         return loss
 
@@ -326,18 +332,53 @@ def _own_items(trainer: Trainer, inputs: Any) -> Tensor | None:
     return None if count is None else count.clamp(min=1)
 
 
-@contextmanager
-def counting_locally(args: Any) -> Iterator[None]:
-    """Have each rank count and normalise its own batch: no collective, and no factor for the number of ranks."""
-    average = args.average_tokens_across_devices
-    args.average_tokens_across_devices = False
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = average
-
-
 def counts_by_rows(model: Any) -> bool:
     """Whether the model's loss is one of alignments: that of a row counts once, however many labels the row has."""
     loss_type = getattr(model, "loss_type", None)
     return isinstance(loss_type, str) and any(name in loss_type for name in ("CTC", "RNNT", "TDT"))
+
+
+class ShiftingLabelSmoother(LabelSmoother):
+    """Label smoothing for a model that predicts the next token, with or without virtual tokens before its inputs.
+
+    transformers 5.23 (trainer.py:2186) asks for the model's class name in each step; FSDP2 puts a prefix before it.
+    """
+
+    def __call__(self, model_output: Any, labels: Any, shift_labels: bool = True, **kwargs: Any) -> Any:
+        """Return the smoothed loss; labels are shifted, whatever the caller says."""
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        if num_virtual_tokens := logits.shape[-2] - labels.shape[-1]:
+            labels = nn.functional.pad(labels, (num_virtual_tokens, 0), value=self.ignore_index)
+        return super().__call__(model_output, labels, shift_labels=True, **kwargs)
+
+
+def build_smoother(model: Any, factor: float, *, shifts: bool) -> LabelSmoother | None:
+    """Return the label smoothing of a model's loss; None where the arguments ask for none, or the loss has none.
+
+    Args:
+        shifts: the model is known to predict the next token, by whatever tells.
+    """
+    problem_type = getattr(getattr(model, "config", None), "problem_type", None)
+    if not factor or problem_type == "multi_label_classification":
+        return None
+    return (ShiftingLabelSmoother if shifts or predicts_next_token(model) else LabelSmoother)(epsilon=factor)
+
+
+def predicts_next_token(model: Any) -> bool:
+    """Whether the model's loss is that of causal models, in which a row's first label is no target."""
+    # transformers 5.23 (trainer.py:543) asks the model's `loss_type`, which is None for GPT-2 and others that fall back
+    # to the causal loss: it then counts one target too many in each row, and scales loss and gradients by it.
+    if not isinstance(model, nn.Module):
+        return False
+    base = unwrap_peft_model(model)
+    class_name = type(base).__name__.removeprefix("FSDP")  # which torch's fully_shard puts before it
+    return class_name in _CAUSAL_MODELS and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+
+
+def predicts_first_label(model: Any) -> bool:
+    """Whether PEFT puts virtual tokens before a causal model's inputs: a row's first label is then a target, too."""
+    # transformers 5.23 counts one target too few in each row: with 12 labels in a row it logs a loss 12/11 of the true
+    # one, and scales the gradients by as much.
+    config: Any = getattr(model, "active_peft_config", None)
+    # Prefixes are keys and values of earlier tokens: the labels stay as they are.
+    return bool(getattr(config, "is_prompt_learning", False)) and config.peft_type not in ("PREFIX_TUNING", "CARTRIDGE")

@@ -85,26 +85,6 @@ def _readable_again(fsdp_config: FSDPConfigSource) -> FSDPConfigSource:
     return {"distributed_type": "FSDP", "mixed_precision": fsdp_config["mixed_precision"], "fsdp_config": rest}
 
 
-def loads_after_sharding(args: TrainingArguments, resolved: Resolved) -> bool:
-    """Whether a model that is given by its path is built without values, and each rank loads those of its shards."""
-    config = resolved.config
-    return bool(config.strategy == "fsdp2" and args.world_size > 1 and config.fsdp.cpu_ram_efficient_loading)
-
-
-def recomputes_activations(args: TrainingArguments) -> bool:
-    """Whether activations are recomputed in the backward; transformers 5.17 has only the older name for it."""
-    return bool(getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None))
-
-
-def check_recomputation(args: TrainingArguments, resolved: Resolved) -> None:
-    """Raise ConfigError where arguments and `fsdp_config` would both recompute activations in the backward."""
-    if recomputes_activations(args) and resolved.config.fsdp.activation_checkpointing:
-        raise ConfigError(
-            "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the "
-            "same layers; keep the one in fsdp_config"
-        )
-
-
 def fill_fsdp_fields(args: TrainingArguments, resolved: Resolved) -> None:
     """Put the resolved options where upstream's Trainer looks for them; there is no accelerate plugin to build."""
     if args.fsdp:

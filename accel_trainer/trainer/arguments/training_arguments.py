@@ -79,6 +79,19 @@ def _defaults(arguments: type) -> dict[str, Any]:
     return {item.name: (item.default, item.default_factory) for item in fields(arguments)}
 
 
+@contextlib.contextmanager
+def setting(target: object, **values: Any) -> Iterator[None]:
+    """Context in which attributes, most often of arguments, have other values."""
+    before = {name: getattr(target, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(target, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
 @dataclass(repr=False)
 class TrainingArguments(transformers.TrainingArguments):
     """Upstream's TrainingArguments with the same fields, running on accel_trainer.
@@ -243,20 +256,24 @@ class TrainingArguments(transformers.TrainingArguments):
             fsdp=self.fsdp,
             fsdp_config=self.fsdp_config,
             environ=read_environment(),
-            argument_names=self._names_of_options(),
+            argument_names=_ARGUMENT_NAMES | {"mixed_precision": "fp16" if self.fp16 else "bf16"},
         )
         options = self._explicit_options() | given_options
         self.resolved = resolve(options)
         if self.accelerator_config.use_configured_state:
             self.resolved = resolve(options | _options_of_state(self.resolved))
         self.use_cpu = self.resolved.config.use_cpu
-        for (
-            name
-        ) in _DATA_OPTIONS:  # as they are, so that arguments made of these, by to_dict() for instance, say the same
+        for name in _DATA_OPTIONS:  # so that arguments made of these, by to_dict() for instance, say the same
             setattr(self.accelerator_config, name, getattr(self.resolved.config.data, name))
         self._take_accumulation()
         start_engine(self, self.resolved)
-        with self._hidden_from_upstream():
+        # Upstream would export compile options as ACCELERATE_DYNAMO_* variables, and import accelerate for DeepSpeed. A
+        # machine without an accelerator runs on its CPU, which has bf16, as if `use_cpu` had been given.
+        with (
+            hidden_variable("ACCELERATE_USE_DEEPSPEED"),
+            setting(self, torch_compile=False, torch_compile_backend=None, torch_compile_mode=None, deepspeed=None),
+            setting(self, use_cpu=self.use_cpu or not torch.accelerator.is_available()),
+        ):
             super().__post_init__()
         self.mixed_precision = str(self.resolved.config.mixed_precision)
         self._apply_tf32_default()
@@ -309,32 +326,6 @@ class TrainingArguments(transformers.TrainingArguments):
             options["compile.backend"] = self.torch_compile_backend
             options["compile.mode"] = self.torch_compile_mode or "default"
         return options
-
-    def _names_of_options(self) -> dict[str, str]:
-        """Return the argument that gives each option, by dotted path, for messages."""
-        return {**_ARGUMENT_NAMES, "mixed_precision": "fp16" if self.fp16 else "bf16"}
-
-    @contextlib.contextmanager
-    def _hidden_from_upstream(self) -> Iterator[None]:
-        """Hide the arguments that upstream would act on in its own way.
-
-        A compile option would be exported as ACCELERATE_DYNAMO_* variables; the configuration carries it. A machine
-        without an accelerator runs on its CPU, which has bf16, as if `use_cpu` had been given. For DeepSpeed it would
-        import accelerate.
-        """
-        hidden = {
-            name: getattr(self, name)
-            for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu", "deepspeed")
-        }
-        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
-        self.deepspeed = None
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        try:
-            with hidden_variable("ACCELERATE_USE_DEEPSPEED"):
-                yield
-        finally:
-            for name, value in hidden.items():
-                setattr(self, name, value)
 
     def _apply_tf32_default(self) -> None:
         """Turn TF32 on with torch_compile, as upstream, where the device has it and the user has not decided."""
@@ -485,23 +476,18 @@ def _read_mapping(given: Any) -> Mapping[str, Any]:
     return given
 
 
-_ARGUMENT = Source(SourceKind.PYTHON, "argument")
-_DEFAULT = Source(SourceKind.DEFAULT, "default")
-
-
 def list_options(args: TrainingArguments) -> list[SetOption]:
     """Return every option of the configuration and every argument; tokens and keys are masked."""
-    options = [option._replace(source=_place(option.source)) for option in set_options(args.resolved)]
+    argument, default = Source(SourceKind.PYTHON, "argument"), Source(SourceKind.DEFAULT, "default")
+    options = [
+        option._replace(source=argument) if option.source.kind is SourceKind.PYTHON else option
+        for option in set_options(args.resolved)
+    ]
     content, given = args.to_dict(), args.given_fields
     for item in fields(args):
         if item.name in MIRRORED_FIELDS or item.name not in content or item.name.startswith("_"):
             continue
         is_set = item.name in given
-        source = _ARGUMENT if is_set else _DEFAULT
+        source = argument if is_set else default
         options.append(SetOption(item.name, show_option(item.name, content[item.name]), source, is_set))
     return options
-
-
-def _place(source: Source) -> Source:
-    """Return a source by the names that it has here: an argument of Python is a field of the arguments."""
-    return _ARGUMENT if source.kind is SourceKind.PYTHON else source
