@@ -54,12 +54,11 @@ class _Results:
     def add(self, step: Any) -> None:
         """Keep a step's result; None means that there is none of this kind."""
         if step is not None:
-            self.steps.append(step if isinstance(step, Tensor) else _mark_columns(step, self.lists_are_columns))
+            self.steps.append(_mark_columns(step, self.lists_are_columns))
 
     def offload(self) -> None:
         """Move the steps that came since the last call to the CPU."""
-        for index in range(self.num_offloaded, len(self.steps)):
-            self.steps[index] = send_to_device(self.steps[index], "cpu")
+        self.steps[self.num_offloaded :] = send_to_device(self.steps[self.num_offloaded :], "cpu")
         self.num_offloaded = len(self.steps)
 
 
@@ -117,31 +116,22 @@ None samples: not known. 0: the batch was lent to a rank that has none, so that 
 def _batches(dataloader: Any, rank: int, num_ranks: int) -> Iterator[_Batch]:
     """Yield this rank's batches. No row of a batch with samples is padding: the loader fills nothing up."""
     if not hasattr(dataloader, "without_filling"):
-        yield from _unplanned_batches(dataloader)
+        # Not prepared by the Accelerator: every row counts, on every rank.
+        iterator = iter(dataloader)
+        upcoming = next(iterator, None)
+        while upcoming is not None:
+            current, upcoming = upcoming, next(iterator, None)
+            yield current, find_batch_size(current), upcoming is None
         return
-    plan, samples, is_last = None, None, False
     with dataloader.without_filling():
         for inputs in dataloader:
-            if plan is None or plan is not dataloader.rows:  # nearly all steps share one plan
-                plan = dataloader.rows
-                is_last = plan is not None and plan.is_last
-                samples = None
-                if plan is not None:
-                    # A sampler of one's own may know its rank: the plan is then this rank's alone.
-                    samples = plan.rows[rank] if len(plan.rows) == num_ranks else plan.num_samples
+            plan, samples = dataloader.rows, None
+            if plan is not None:
+                # A sampler of one's own may know its rank: the plan is then this rank's alone.
+                samples = plan.rows[rank] if len(plan.rows) == num_ranks else plan.num_samples
             if samples is None or (samples and dataloader.yields_items):
-                yield inputs, find_batch_size(inputs), is_last
-            else:
-                yield inputs, samples, is_last
-
-
-def _unplanned_batches(dataloader: DataLoader) -> Iterator[_Batch]:
-    """Yield the batches of a loader that the Accelerator did not prepare: every row counts, on every rank."""
-    iterator = iter(dataloader)
-    upcoming = next(iterator, None)
-    while upcoming is not None:
-        current, upcoming = upcoming, next(iterator, None)
-        yield current, find_batch_size(current), upcoming is None
+                samples = find_batch_size(inputs)
+            yield inputs, samples, plan is not None and plan.is_last
 
 
 class _Pass:
@@ -202,7 +192,7 @@ class _Pass:
         if not isinstance(inputs, Mapping):
             return None
         names = ("shift_labels", "labels", *self.trainer.label_names)
-        return next((target for target in map(inputs.get, names) if target is not None), None)
+        return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
     def _weight(self, inputs: Any, targets: Any, samples: int) -> Tensor | float:
         """Return how often the mean loss of a batch counts: by its label tokens, else by rows, else by samples."""

@@ -112,9 +112,8 @@ class WindowReader:
 
     def without_filler(self, batch: Any) -> Any:
         """Return the batch, without rows if it only lets a rank take part that has no samples in this step."""
-        if not self._read or not any(read is batch and not self._own(rows) for read, rows in self._read):
-            return batch
-        if not isinstance(batch, Mapping):
+        is_filler = any(read is batch and not self._own(rows) for read, rows in self._read)
+        if not is_filler or not isinstance(batch, Mapping):
             return batch
         return {name: value[:0] if isinstance(value, Tensor) and value.ndim else value for name, value in batch.items()}
 
@@ -136,16 +135,12 @@ class WindowReader:
                 self._weights = self._item_weights(over_ranks)
             else:
                 self._weights = self._row_weights(is_sum=kind is LossKind.BY_ITEMS)
-        weight = self._weights[self._index]
-        return loss if type(weight) is float and weight == 1.0 else loss * weight
+        return loss * self._weights[self._index]
 
     def _has_label_sequences(self) -> bool:
         """Whether rows may differ in how many labels they have: all ranks have to exchange their numbers then."""
-        for batch in self._batches:
-            labels = batch.get("labels") if isinstance(batch, Mapping) else None
-            if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
-                return False
-        return True
+        labels = [batch.get("labels") if isinstance(batch, Mapping) else None for batch in self._batches]
+        return all(isinstance(each, Tensor) and each.ndim > 1 and not each.is_floating_point() for each in labels)
 
     def _label_weights(self, over_ranks: bool, shifts_labels: bool) -> list[Any]:
         """Of the labels that the update has on this rank or, times ranks, on all, those of each micro-batch."""
@@ -161,17 +156,17 @@ class WindowReader:
 
     def _row_weights(self, *, is_sum: bool) -> list[Any]:
         """Of all the rows that the update has, those of each micro-batch; as they are where micro-batches add up."""
-        if self._rows:
-            sizes = [rows.num_samples for rows in self._rows]
+        sizes = [rows.num_samples for rows in self._rows] or [find_batch_size(batch) or 0 for batch in self._batches]
+        if is_sum:
+            shares = [1.0] * len(sizes)
+        elif len(set(sizes)) == 1:
+            shares = [1 / len(sizes)] * len(sizes)
         else:
-            sizes = [find_batch_size(batch) or 0 for batch in self._batches]
-        total, num_batches = sum(sizes), len(sizes)
-        is_even = is_sum or sizes.count(sizes[0]) == num_batches
-        shares = [1 / (1 if is_sum else num_batches)] * num_batches if is_even else [size / total for size in sizes]
-        if self._rows:
-            rank = self._process.rank
-            return [share * rows.weight(rank) for share, rows in zip(shares, self._rows, strict=True)]
-        return shares
+            shares = [size / sum(sizes) for size in sizes]
+        if not self._rows:
+            return shares
+        rank = self._process.rank
+        return [share * rows.weight(rank) for share, rows in zip(shares, self._rows, strict=True)]
 
     def _item_weights(self, over_ranks: bool) -> list[float]:
         if not self._rows:
@@ -303,12 +298,10 @@ class EpochRun:
 
     def _count_tokens(self, inputs: Any) -> None:
         """Count the tokens of a micro-batch; upstream adds up all ranks, of which some may have read the same."""
-        state, accelerator = self.trainer.state, self.trainer.accelerator
+        trainer, state = self.trainer, self.trainer.state
         before = state.num_input_tokens_seen
-        self.trainer._track_num_input_tokens(self.reader.without_filler(inputs))
-        copies = accelerator.process.world_size // accelerator.readers.world_size
-        if copies > 1:
-            state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // copies
+        trainer._track_num_input_tokens(self.reader.without_filler(inputs))
+        state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // trainer.get_tp_size()
 
     def _add_loss(self, loss: Tensor) -> None:
         """Add to the running loss; a NaN or infinite one counts as the mean since the last log. Waits for no device."""

@@ -79,6 +79,10 @@ def _defaults(arguments: type) -> dict[str, Any]:
     return {item.name: (item.default, item.default_factory) for item in fields(arguments)}
 
 
+def _argument(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
 @contextlib.contextmanager
 def setting(target: object, **values: Any) -> Iterator[None]:
     """Context in which attributes, most often of arguments, have other values."""
@@ -116,101 +120,78 @@ class TrainingArguments(transformers.TrainingArguments):
         torch_compile_backend: str | None = None
         torch_compile_mode: str | None = None
 
-    eval_loss_weighting: Literal["token", "batch"] = field(
-        default="token",
-        metadata={
-            "help": "How batches are averaged in the evaluation loss: 'token' gives the exact mean over all label "
-            "tokens, whatever the batch size; 'batch' weighs each batch by its rows, as upstream on one process."
-        },
+    eval_loss_weighting: Literal["token", "batch"] = _argument(
+        "token",
+        "How batches are averaged in the evaluation loss: 'token' gives the exact mean over all label tokens, whatever "
+        "the batch size; 'batch' weighs each batch by its rows, as upstream on one process.",
     )
-
-    on_save_error: Literal["raise", "warn", "pause"] = field(
-        default="raise",
-        metadata={
-            "help": "What to do where a checkpoint cannot be written for the disk's sake: 'raise' ends the run, 'warn' "
-            "goes on without that checkpoint, 'pause' tries again every minute, for max_pause_s seconds."
-        },
+    on_save_error: Literal["raise", "warn", "pause"] = _argument(
+        "raise",
+        "What to do where a checkpoint cannot be written for the disk's sake: 'raise' ends the run, 'warn' goes on "
+        "without that checkpoint, 'pause' tries again every minute, for max_pause_s seconds.",
     )
-    max_pause_s: float = field(
-        default=3600.0, metadata={"help": "With on_save_error='pause': seconds after which the error is raised."}
+    max_pause_s: float = _argument(3600.0, "With on_save_error='pause': seconds after which the error is raised.")
+    on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = _argument(
+        "raise",
+        "What to do where an update's gradients are NaN or infinite: 'raise' ends the run with exit code 76 before "
+        "anything of it is saved, 'skip_step' leaves the update out (and waits for the device in each), 'rollback' "
+        "loads the newest checkpoint of the run and goes on with the data behind that update, 'warn' trains on. With "
+        "fp16 the loss scale skips such updates.",
     )
-    on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = field(
-        default="raise",
-        metadata={
-            "help": "What to do where an update's gradients are NaN or infinite: 'raise' ends the run with exit code "
-            "76 before anything of it is saved, 'skip_step' leaves the update out (and waits for the device in each), "
-            "'rollback' loads the newest checkpoint of the run and goes on with the data behind that update, 'warn' "
-            "trains on. With fp16 the loss scale skips such updates."
-        },
+    on_changed_run: Literal["auto", "refuse", "warn"] = _argument(
+        "auto",
+        "What to do where a resume has another number of samples in an update than the run that saved the checkpoint: "
+        "'refuse' raises before anything is loaded, and for another seed where ignore_data_skip begins the order anew; "
+        "'warn' goes on with this run's; 'auto' refuses on as many ranks as then, and warns on others.",
     )
-    on_changed_run: Literal["auto", "refuse", "warn"] = field(
-        default="auto",
-        metadata={
-            "help": "What to do where a resume has another number of samples in an update than the run that saved the "
-            "checkpoint: 'refuse' raises before anything is loaded, and for another seed where ignore_data_skip begins "
-            "the order anew; 'warn' goes on with this run's; 'auto' refuses on as many ranks as then, and warns on "
-            "others."
-        },
+    local_steps: int | None = _argument(
+        None,
+        "On several ranks without sharding: each rank updates its own replica of the model, and weights are exchanged "
+        "every so many updates in place of the gradients of each. Evaluations and checkpoints are of the mean of the "
+        "replicas.",
     )
-    local_steps: int | None = field(
-        default=None,
-        metadata={
-            "help": "On several ranks without sharding: each rank updates its own replica of the model, and weights "
-            "are exchanged every so many updates in place of the gradients of each. Evaluations and checkpoints are of "
-            "the mean of the replicas."
-        },
+    local_steps_after: int = _argument(
+        0, "Updates with exchanged gradients before the first of local_steps: post-local SGD."
     )
-    local_steps_after: int = field(
-        default=0,
-        metadata={"help": "Updates with exchanged gradients before the first of local_steps: post-local SGD."},
+    outer_optimizer_lr: float | None = _argument(
+        None,
+        "With local_steps: learning rate of an outer SGD that makes the new weights at each exchange, as DiLoCo's "
+        "(0.7). None takes the mean of the replicas' weights.",
     )
-    outer_optimizer_lr: float | None = field(
-        default=None,
-        metadata={
-            "help": "With local_steps: learning rate of an outer SGD that makes the new weights at each exchange, as "
-            "DiLoCo's (0.7). None takes the mean of the replicas' weights."
-        },
+    outer_optimizer_momentum: float = _argument(0.9, "Momentum of the outer SGD.")
+    outer_optimizer_nesterov: bool = _argument(True, "Nesterov's form of that momentum.")
+    max_rollbacks: int = _argument(
+        3, "With on_nonfinite='rollback': how often in a row the run goes back to the same checkpoint."
     )
-    outer_optimizer_momentum: float = field(default=0.9, metadata={"help": "Momentum of the outer SGD."})
-    outer_optimizer_nesterov: bool = field(default=True, metadata={"help": "Nesterov's form of that momentum."})
-    max_rollbacks: int = field(
-        default=3,
-        metadata={"help": "With on_nonfinite='rollback': how often in a row the run goes back to the same checkpoint."},
+    preempt_signals: str = _argument(
+        "SIGTERM,SIGUSR1,SIGINT",
+        "Signals at which a run that saves checkpoints saves one and ends with exit code 85, at the next micro-batch, "
+        "update or evaluation batch, the same on all ranks; a second one of the same name, 3 s later or more, acts as "
+        "ever. '' leaves all signals alone.",
     )
-    preempt_signals: str = field(
-        default="SIGTERM,SIGUSR1,SIGINT",
-        metadata={
-            "help": "Signals at which a run that saves checkpoints saves one and ends with exit code 85, at the next "
-            "micro-batch, update or evaluation batch, the same on all ranks; a second one of the same name, 3 s later "
-            "or more, acts as ever. '' leaves all signals alone."
-        },
+    preempt_grace_s: float | None = _argument(
+        None,
+        "Seconds between such a signal and the end of the machine: a save that will not fit, by the time of the last "
+        "one, is left out. None always saves.",
     )
-    preempt_grace_s: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds between such a signal and the end of the machine: a save that will not fit, by the time "
-            "of the last one, is left out. None always saves."
-        },
+    pad_batches_to_multiple_of: int | None = _argument(
+        None,
+        "Length that the data collator pads batches to a multiple of. That of the longest row gives every batch one "
+        "shape, as TPUs want.",
     )
-    pad_batches_to_multiple_of: int | None = field(
-        default=None,
-        metadata={
-            "help": "Length that the data collator pads batches to a multiple of. That of the longest row gives every "
-            "batch one shape, as TPUs want."
-        },
+    logging_nan_inf_filter: bool = _argument(
+        False, "Whether to log the mean so far in place of a NaN or infinite loss. Upstream's default hides it."
     )
-    logging_nan_inf_filter: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to log the mean so far in place of a NaN or infinite loss. Upstream's default hides it."
-        },
+    report_html: bool = _argument(
+        False,
+        "Whether to write report.html into output_dir at the end of training: curves, the time split and the "
+        "configuration, in one page.",
     )
-    report_html: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to write report.html into output_dir at the end of training: curves, the time split and "
-            "the configuration, in one page."
-        },
+    verify: Literal["full", "size", "off"] = _argument(
+        "full",
+        "How files of a checkpoint are compared with what was saved, before a resume or before the best model is "
+        "loaded: 'full' compares contents, 'size' lengths, 'off' nothing, for a checkpoint that you have changed "
+        "yourself.",
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -230,15 +211,6 @@ class TrainingArguments(transformers.TrainingArguments):
                     f"class {cls.__name__}({base.__name__}, accel_trainer.TrainingArguments)"
                 )
 
-    verify: Literal["full", "size", "off"] = field(
-        default="full",
-        metadata={
-            "help": "How files of a checkpoint are compared with what was saved, before a resume or before the best "
-            "model is loaded: 'full' compares contents, 'size' lengths, 'off' nothing, for a checkpoint that you have "
-            "changed yourself."
-        },
-    )
-
     def __post_init__(self) -> None:
         """Resolve the configuration, then let upstream derive and check the rest."""
         untouched = [item.name for item in fields(self) if getattr(self, item.name) == _default(item)]
@@ -250,7 +222,10 @@ class TrainingArguments(transformers.TrainingArguments):
             self.parallelism_config = ParallelismConfig.of(self.parallelism_config)
         self.save_policy  # noqa: B018  it checks its two arguments
         check_verify(self.verify)
-        self._derive_compile_options()
+        if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
+            self.torch_compile = True
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
         resolve = functools.partial(
             resolve_arguments,
             fsdp=self.fsdp,
@@ -305,12 +280,6 @@ class TrainingArguments(transformers.TrainingArguments):
                 raise ConfigError(
                     f"{name}={value!r} was given, and it counts samples or steps: use an integer of 1 or more"
                 )
-
-    def _derive_compile_options(self) -> None:
-        if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
-            self.torch_compile = True
-        if self.torch_compile and self.torch_compile_backend is None:
-            self.torch_compile_backend = "inductor"
 
     def _explicit_options(self) -> dict[str, Any]:
         """Return the options that were given in Python, by dotted path."""
