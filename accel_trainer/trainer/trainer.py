@@ -7,6 +7,7 @@ optimizers, schedules, callbacks, logging, the hub and the order of everything s
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import operator
@@ -63,7 +64,6 @@ from accel_trainer.trainer.preparation import (
     check_dataset,
     keeping_global_batch,
     load_model,
-    padding_collator,
 )
 from accel_trainer.trainer.run_clock import RunClock
 from accel_trainer.trainer.search import BatchSizeSearch, search_with_optuna
@@ -97,14 +97,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
 
     if TYPE_CHECKING:
         _created_lr_scheduler: bool
-        _loss_shifts_labels: bool
-        model_accepts_loss_kwargs: bool
-        label_smoother: Any
-        _tr_loss: Tensor
-        _globalstep_last_logged: int
         args: TrainingArguments
         model: Any
-        model_wrapped: Any
         optimizer: Any
         lr_scheduler: Any
         accelerator: Accelerator
@@ -171,7 +165,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
             # Upstream's callback (5.23, trainer_jit_checkpoint.py) acts on a rank's own signal, and hangs the others.
             jit, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
             super().__init__(load_model(model, args), args, *rest, **kwargs)
-            self.data_collator = padding_collator(self.data_collator, args.pad_batches_to_multiple_of)
+            self.data_collator = _padding_collator(self.data_collator, args.pad_batches_to_multiple_of)
             args.enable_jit_checkpoint = jit
             self.run_checkpoints = RunCheckpoints(self.accelerator.process)
             self.run_clock = RunClock(self.accelerator.process)
@@ -672,6 +666,29 @@ class Trainer(ResumingMethods, transformers.Trainer):
             return search_with_optuna(self, n_trials, direction, **kwargs)
         finally:
             self.hp_search_backend = None
+
+
+def _padding_collator(collator: Any, multiple: int | None) -> Any:
+    """Return a collator that pads to a multiple of a length: a copy of the given one, or that one where none is asked.
+
+    Raises:
+        ConfigError: it pads nothing, or to another multiple.
+    """
+    if multiple is None:
+        return collator
+    before = getattr(collator, "pad_to_multiple_of", 0)
+    if before not in (None, multiple) or multiple < 1:
+        name = getattr(collator, "__name__", type(collator).__name__)
+        own = f"pads to a multiple of {before}" if before else "has no such option"
+        reason = "is no length" if multiple < 1 else f"cannot be asked of {name}, which {own}"
+        raise ConfigError(
+            f"pad_batches_to_multiple_of={multiple} {reason}; use a collator of transformers that pads, such as "
+            "DataCollatorWithPadding(tokenizer), and a length of 1 or more, or leave it out"
+        )
+    # A copy: the collator is the user's, who may give it to another Trainer as well.
+    padding = copy.copy(collator)
+    padding.pad_to_multiple_of = multiple
+    return padding
 
 
 def _count_elsewhere(module: nn.Module) -> int:
