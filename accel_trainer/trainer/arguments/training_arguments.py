@@ -24,7 +24,9 @@ from accel_trainer.accelerator.shared_state import AcceleratorState, PartialStat
 from accel_trainer.checkpoint.background import SavePolicy
 from accel_trainer.checkpoint.reader import check_verify
 from accel_trainer.config import Resolved, Source, SourceKind, field_specs
+from accel_trainer.config.description import documentation
 from accel_trainer.config.parallel import axis_sizes
+from accel_trainer.config.schema import thaw
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.runtime.process import find_process, hidden_variable, init_process, read_environment
@@ -83,6 +85,12 @@ def _argument(default: Any, help_text: str) -> Any:
     return field(default=default, metadata={"help": help_text})
 
 
+def _mirrored(name: str) -> Any:
+    """Return a field with the default and the help of the option that it sets."""
+    option = _OPTIONS[name]
+    return _argument(thaw(field_specs()[option].default), documentation().get(option, ""))
+
+
 @contextlib.contextmanager
 def setting(target: object, **values: Any) -> Iterator[None]:
     """Context in which attributes, most often of arguments, have other values."""
@@ -131,49 +139,21 @@ class TrainingArguments(transformers.TrainingArguments):
         "without that checkpoint, 'pause' tries again every minute, for max_pause_s seconds.",
     )
     max_pause_s: float = _argument(3600.0, "With on_save_error='pause': seconds after which the error is raised.")
-    on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = _argument(
-        "raise",
-        "What to do where an update's gradients are NaN or infinite: 'raise' ends the run with exit code 76 before "
-        "anything of it is saved, 'skip_step' leaves the update out (and waits for the device in each), 'rollback' "
-        "loads the newest checkpoint of the run and goes on with the data behind that update, 'warn' trains on. With "
-        "fp16 the loss scale skips such updates.",
-    )
-    on_changed_run: Literal["auto", "refuse", "warn"] = _argument(
-        "auto",
-        "What to do where a resume has another number of samples in an update than the run that saved the checkpoint: "
-        "'refuse' raises before anything is loaded, and for another seed where ignore_data_skip begins the order anew; "
-        "'warn' goes on with this run's; 'auto' refuses on as many ranks as then, and warns on others.",
-    )
-    local_steps: int | None = _argument(
-        None,
-        "On several ranks without sharding: each rank updates its own replica of the model, and weights are exchanged "
-        "every so many updates in place of the gradients of each. Evaluations and checkpoints are of the mean of the "
-        "replicas.",
-    )
-    local_steps_after: int = _argument(
-        0, "Updates with exchanged gradients before the first of local_steps: post-local SGD."
-    )
-    outer_optimizer_lr: float | None = _argument(
-        None,
-        "With local_steps: learning rate of an outer SGD that makes the new weights at each exchange, as DiLoCo's "
-        "(0.7). None takes the mean of the replicas' weights.",
-    )
-    outer_optimizer_momentum: float = _argument(0.9, "Momentum of the outer SGD.")
-    outer_optimizer_nesterov: bool = _argument(True, "Nesterov's form of that momentum.")
-    max_rollbacks: int = _argument(
-        3, "With on_nonfinite='rollback': how often in a row the run goes back to the same checkpoint."
-    )
+    on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = _mirrored("on_nonfinite")
+    on_changed_run: Literal["auto", "refuse", "warn"] = _mirrored("on_changed_run")
+    local_steps: int | None = _mirrored("local_steps")
+    local_steps_after: int = _mirrored("local_steps_after")
+    outer_optimizer_lr: float | None = _mirrored("outer_optimizer_lr")
+    outer_optimizer_momentum: float = _mirrored("outer_optimizer_momentum")
+    outer_optimizer_nesterov: bool = _mirrored("outer_optimizer_nesterov")
+    max_rollbacks: int = _mirrored("max_rollbacks")
     preempt_signals: str = _argument(
         "SIGTERM,SIGUSR1,SIGINT",
         "Signals at which a run that saves checkpoints saves one and ends with exit code 85, at the next micro-batch, "
         "update or evaluation batch, the same on all ranks; a second one of the same name, 3 s later or more, acts as "
         "ever. '' leaves all signals alone.",
     )
-    preempt_grace_s: float | None = _argument(
-        None,
-        "Seconds between such a signal and the end of the machine: a save that will not fit, by the time of the last "
-        "one, is left out. None always saves.",
-    )
+    preempt_grace_s: float | None = _mirrored("preempt_grace_s")
     pad_batches_to_multiple_of: int | None = _argument(
         None,
         "Length that the data collator pads batches to a multiple of. That of the longest row gives every batch one "
