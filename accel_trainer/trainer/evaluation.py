@@ -156,8 +156,13 @@ class _Pass:
     def step(self, model: nn.Module, batch: _Batch, loss_only: bool, ignore_keys: list[str] | None) -> None:
         """Predict one batch and keep the results, unless it was lent. Collective with `batch_eval_metrics`."""
         inputs, samples, is_last = batch
-        targets = self._targets(inputs)
-        loss, logits, labels = self._predict(model, inputs, loss_only, ignore_keys)
+        targets, given = self._targets(inputs), inputs
+        if loss_only and self.shares_sequences and isinstance(inputs, dict):
+            given = {**inputs, "skip_logits": True}  # as upstream asks of models with liger's kernels
+        loss, logits, labels = self.trainer.prediction_step(model, given, loss_only, ignore_keys=ignore_keys)
+        if self.reuses_outputs:
+            # torch.compile's CUDA graphs write the next batch's results into the same memory.
+            loss, logits = map_leaves(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, (loss, logits))
         if samples is None:
             samples = find_batch_size(logits) or 1
         self.num_samples += samples
@@ -177,15 +182,6 @@ class _Pass:
             if self.wants_inputs:
                 name = getattr(self.trainer.model, "main_input_name", "input_ids")
                 self.inputs.add(self.trainer._prepare_input(inputs[name]))
-
-    def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
-        """Return loss, logits and labels of one batch, in memory that the next batch leaves alone."""
-        if loss_only and self.shares_sequences and isinstance(inputs, dict):
-            inputs = {**inputs, "skip_logits": True}  # as upstream asks of models with liger's kernels
-        loss, logits, labels = self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
-        if self.reuses_outputs:
-            loss, logits = map_leaves(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, (loss, logits))
-        return loss, logits, labels
 
     def _targets(self, inputs: Any) -> Any:
         """Return the labels over which the loss of a batch is a mean, where the batch has them by name."""

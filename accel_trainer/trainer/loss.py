@@ -19,7 +19,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from accel_trainer import logging
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.rng import KeptStreams
-from accel_trainer.trainer.arguments.training_arguments import setting
+from accel_trainer.trainer.arguments.training_arguments import TrainingArguments, setting
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
@@ -70,21 +70,20 @@ class LossNormalization:
         self.kind, self.is_wanted, self.is_multiplied = None, False, False
         self.has_terms, self._took_items = False, False
 
-    def begin_epoch(self, trainer: Trainer) -> None:
+    def begin_epoch(self, args: TrainingArguments) -> None:
         """Find whether it matters: an update of one micro-batch on one process takes its loss as it is."""
-        args = trainer.args
         self.is_wanted = self.kind is None and (args.world_size > 1 or args.gradient_accumulation_steps > 1)
 
     def compute(self, trainer: Trainer, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """Return `compute_loss` of a micro-batch. Collective while the kind is wanted."""
         if self.is_wanted:
             return self._first_loss(trainer, model, inputs, num_items)
-        if not self.has_terms:
+        over_ranks = trainer.args.average_tokens_across_devices
+        if self.has_terms:
+            # Divided by its own labels, and not multiplied: it counts by them in the update.
+            num_items, over_ranks = _own_items(trainer, inputs), False
+        with setting(trainer.args, average_tokens_across_devices=over_ranks):
             loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
-            return loss
-        # Divided by its own labels, and not multiplied: it counts by them in the update.
-        with setting(trainer.args, average_tokens_across_devices=False):
-            loss = trainer.compute_loss(model, inputs, num_items_in_batch=_own_items(trainer, inputs))
         return loss
 
     def _first_loss(self, trainer: Trainer, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
@@ -98,33 +97,29 @@ class LossNormalization:
         if kind is LossKind.MODEL_MEAN and counts_by_rows(bare):
             kind = LossKind.ROW_MEAN
         trainer.model_accepts_loss_kwargs = accepted
-        self._agree(trainer, kind, first, type(bare).__name__)
-        return loss
-
-    def _agree(self, trainer: Trainer, kind: LossKind | None, first: _FirstBatch, model_name: str) -> None:
-        """Take the highest kind that a rank has found; ask again at the next micro-batch where none has. Collective."""
+        # The highest kind that a rank has found holds; where none has, the next micro-batch is asked.
         has_terms = first.has_terms and kind in (None, LossKind.MODEL_MEAN)
         own = [-1 if kind is None else kind, not first.is_multiplied, has_terms]
         answer = torch.tensor(own, device=trainer.args.device)
         found, not_multiplied, terms = collectives.reduce(answer, trainer.accelerator.process, "max").tolist()
         if found < 0:
-            return
+            return loss
         self.kind, self.is_wanted = LossKind(found), False
         self.is_multiplied, self.has_terms = not not_multiplied, bool(terms)
-        accepted = trainer.model_accepts_loss_kwargs
         trainer.model_accepts_loss_kwargs = accepted and (self.kind is LossKind.BY_ITEMS or self.has_terms)
         self._took_items = accepted and not trainer.model_accepts_loss_kwargs
         if self.has_terms:
             logger.info(
                 "the loss of %s has terms that are not divided by num_items_in_batch: each micro-batch is divided by "
-                "its own labels, and counts by them", model_name,
+                "its own labels, and counts by them", type(bare).__name__,
             )  # fmt: skip
         elif self._took_items or self.is_multiplied:
             logger.info(
                 "the loss of %s does not depend on num_items_in_batch: its losses are averaged over micro-batches and "
                 "processes by their %s",
-                model_name, "labels" if self.kind is LossKind.MODEL_MEAN else "rows",
+                type(bare).__name__, "labels" if self.kind is LossKind.MODEL_MEAN else "rows",
             )  # fmt: skip
+        return loss
 
 
 class _FirstBatch:
@@ -165,8 +160,10 @@ class _FirstBatch:
         Args:
             factor: multiplies what the model, label smoothing and the loss function return, who are not asked then.
         """
-        trainer = self._trainer
-        function, smoother = trainer.compute_loss_func, trainer.label_smoother
+        trainer, changed = self._trainer, {}
+        for name, mean in (("compute_loss_func", LossKind.ROW_MEAN), ("label_smoother", LossKind.MODEL_MEAN)):
+            if (function := getattr(trainer, name)) is not None:
+                changed[name] = partial(self._ask, function, mean, factor)
         if factor is None:
             hooks = [
                 # First: a hook of FSDP2's has gathered weights, which the end of another forward shards again.
@@ -174,16 +171,11 @@ class _FirstBatch:
                 model.register_forward_hook(self._note_model),
             ]
         else:
-            hooks = [model.register_forward_hook(lambda *each: _with_loss(each[2], lambda loss: loss * factor))]
-        wrap = self._ask if factor is None else partial(_multiplied, factor)
+            hooks = [model.register_forward_hook(partial(_multiply_loss, factor))]
         try:
-            if function is not None:
-                trainer.compute_loss_func = partial(wrap, function, LossKind.ROW_MEAN)
-            if smoother is not None:
-                trainer.label_smoother = partial(wrap, smoother, LossKind.MODEL_MEAN)
-            loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+            with setting(trainer, **changed):
+                loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
         finally:
-            trainer.compute_loss_func, trainer.label_smoother = function, smoother
             for hook in hooks:
                 hook.remove()
         return loss
@@ -221,9 +213,13 @@ class _FirstBatch:
     def _note_model(self, _model: nn.Module, _args: Any, outputs: Any) -> None:
         self._loss = _loss_of(outputs)
 
-    def _ask(self, function: Callable[..., Tensor], mean: LossKind, *args: Any, **kwargs: Any) -> Tensor:
-        """Call label smoothing or the user's function, and ask it."""
+    def _ask(
+        self, function: Callable[..., Tensor], mean: LossKind, factor: float | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Call label smoothing or the user's function, and ask it unless there is a factor."""
         loss = function(*args, **kwargs)
+        if factor is not None:
+            return loss * factor
         self._loss, self._kind = loss, mean
         num_items = kwargs.get("num_items_in_batch")
         if num_items is not None:
@@ -267,10 +263,6 @@ def _kind_of(once: Tensor, twice: Tensor, mean: LossKind | None) -> LossKind | N
     return mean if math.isclose(one, two, rel_tol=_SAME) else LossKind.BY_ITEMS
 
 
-def _multiplied(factor: float, function: Callable[..., Tensor], _kind: LossKind, *args: Any, **kwargs: Any) -> Tensor:
-    return function(*args, **kwargs) * factor
-
-
 def _loss_of(outputs: Any) -> Tensor | None:
     """Return the loss among a model's outputs, where there is one."""
     if isinstance(outputs, dict):
@@ -280,15 +272,15 @@ def _loss_of(outputs: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
-def _with_loss(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _multiply_loss(factor: float, _model: nn.Module, _args: Any, outputs: Any) -> Any:
     """Return a model's outputs with another loss, if they have one."""
     loss = _loss_of(outputs)
     if loss is None:
         return outputs
     if isinstance(outputs, dict):
-        outputs["loss"] = change(loss)
+        outputs["loss"] = loss * factor
         return outputs
-    return (change(loss), *outputs[1:])
+    return (loss * factor, *outputs[1:])
 
 
 @contextmanager

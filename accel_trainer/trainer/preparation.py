@@ -145,14 +145,7 @@ def _check_options(args: TrainingArguments, accelerator: Accelerator) -> None:
 
 
 def _check_optimizer_name(args: TrainingArguments, shards: bool) -> None:
-    """Refuse an optimizer that the Trainer cannot train with as it promises.
-
-    Args:
-        shards: whether each rank holds a shard of each parameter.
-
-    Raises:
-        ConfigError: it updates during the backward, or checkpoints with its state are asked for and cannot be resumed.
-    """
+    """Refuse an optimizer that updates in the backward, or whose state is to be saved and cannot be resumed."""
     name = str(getattr(args.optim, "value", args.optim))
     if _IN_BACKWARD.search(name):
         raise ConfigError(
@@ -218,12 +211,12 @@ def create_optimizer(trainer: Trainer, max_steps: int) -> Any:
     Raises:
         ConfigError: the method has made none.
     """
-    if _overrides(trainer, "create_optimizer_and_scheduler"):
+    name = "create_optimizer_and_scheduler"
+    if _overrides(trainer, name):
         if trainer.lr_scheduler is trainer._schedule_of_both:
             trainer.lr_scheduler = None  # of an earlier train()
         trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
         trainer._schedule_of_both = trainer.lr_scheduler
-        name = "create_optimizer_and_scheduler"
     else:
         # Without the model, which overrides need not take: upstream gives it to FSDP1 only.
         trainer.create_optimizer()
@@ -363,10 +356,7 @@ class ModelPreparation:
             )
 
     def prepare_for_evaluation(self, trainer: Trainer) -> tuple[nn.Module, float | None]:
-        """Return the module to call, and the seconds it took to prepare it where it was not prepared for training.
-
-        Collective when there is something to prepare, and for a model with buffers that are saved.
-        """
+        """Return the module to call, and the seconds it took to prepare it, if it was not yet. Collective."""
         args, accelerator = trainer.args, trainer.accelerator
         model = trainer.model
         if (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train:

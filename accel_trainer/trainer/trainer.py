@@ -114,12 +114,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a class that would put methods here before those of another library's Trainer."""
         super().__init_subclass__(**kwargs)
-        own = {
-            name
-            for base in (Trainer, ResumingMethods, SavingMethods)
-            for name in vars(base)
-            if not name.startswith("__")
-        }
+        bases = (Trainer, ResumingMethods, SavingMethods)
+        own = {name for base in bases for name in vars(base) if not name.startswith("__")}
         for base in cls.__mro__[cls.__mro__.index(Trainer) + 1 :]:
             hidden = sorted(own & set(vars(base)))
             if hidden and issubclass(base, transformers.Trainer) and base not in Trainer.__mro__:
@@ -366,7 +362,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         batches, restore_rng_from = begin_pass(self, train_dataloader, trained, checkpoint)
         saves = isinstance(train_dataloader, PreparedDataLoader) and restore_rng_from is None
         self._finish_boundary(model, trial, ignore_keys_for_eval, start_time, saves=saves)
-        self._loss_normalization.begin_epoch(self)
+        self._loss_normalization.begin_epoch(self.args)
         self._reader = reader = WindowReader(batches, self.accelerator.readers, self.run_clock)
         run = EpochRun(
             trainer=self,

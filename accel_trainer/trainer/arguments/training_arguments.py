@@ -32,7 +32,7 @@ from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.runtime.process import find_process, hidden_variable, init_process, read_environment
 from accel_trainer.tracking import mask_secrets, redact
 from accel_trainer.trainer.accelerate_states import share_process
-from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
+from accel_trainer.trainer.arguments.deepspeed_arguments import start_engine, unsharded_models
 from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, resolve_arguments
 
 logger = logging.get_logger(__name__)
@@ -220,7 +220,11 @@ class TrainingArguments(transformers.TrainingArguments):
         self.use_cpu = self.resolved.config.use_cpu
         for name in _DATA_OPTIONS:  # so that arguments made of these, by to_dict() for instance, say the same
             setattr(self.accelerator_config, name, getattr(self.resolved.config.data, name))
-        self._take_accumulation()
+        num_steps = self.resolved.config.accumulation.num_steps
+        if self.gradient_accumulation_steps == 1 and num_steps > 1:
+            where = self.resolved.source("accumulation.num_steps").where
+            logger.info("gradient_accumulation_steps=%d (from %s)", num_steps, where)
+            self.gradient_accumulation_steps = num_steps
         start_engine(self, self.resolved)
         # Upstream would export compile options as ACCELERATE_DYNAMO_* variables, and import accelerate for DeepSpeed. A
         # machine without an accelerator runs on its CPU, which has bf16, as if `use_cpu` had been given.
@@ -231,7 +235,9 @@ class TrainingArguments(transformers.TrainingArguments):
         ):
             super().__post_init__()
         self.mixed_precision = str(self.resolved.config.mixed_precision)
-        self._apply_tf32_default()
+        # As upstream, where the device has it and the user has not decided.
+        if self.torch_compile and self.tf32 is None and self.device.type != "cpu" and is_torch_tf32_available():
+            enable_tf32(True)
         check_num_processes(self.resolved, self.world_size)
         if (process := find_process()) is not None:
             axis_sizes(self.resolved.config, self.resolved.describe, process.world_size, process.num_nodes)
@@ -245,11 +251,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def save_policy(self) -> SavePolicy:
-        """Policy for a checkpoint that cannot be written.
-
-        Raises:
-            ConfigError: there is no such policy.
-        """
+        """Policy for a checkpoint that cannot be written; ConfigError where there is no such policy."""
         return SavePolicy(on_save_error=self.on_save_error, max_pause_s=self.max_pause_s)
 
     def check_batch_sizes(self) -> None:
@@ -263,7 +265,13 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def _explicit_options(self) -> dict[str, Any]:
         """Return the options that were given in Python, by dotted path."""
-        options = deepspeed_options(self)
+        options: dict[str, Any] = {}
+        if self.deepspeed and self.fsdp:
+            raise ConfigError(
+                "fsdp and deepspeed are both set, and each of them would shard the model; leave one of them out"
+            )
+        if self.deepspeed:
+            options = {"strategy": "deepspeed", "deepspeed": self.deepspeed}
         if self.parallelism_config is not None:
             options |= self.parallelism_config.explicit()
         for item in fields(self):
@@ -275,19 +283,6 @@ class TrainingArguments(transformers.TrainingArguments):
             options["compile.backend"] = self.torch_compile_backend
             options["compile.mode"] = self.torch_compile_mode or "default"
         return options
-
-    def _apply_tf32_default(self) -> None:
-        """Turn TF32 on with torch_compile, as upstream, where the device has it and the user has not decided."""
-        if self.torch_compile and self.tf32 is None and self.device.type != "cpu" and is_torch_tf32_available():
-            enable_tf32(True)
-
-    def _take_accumulation(self) -> None:
-        """Take gradient accumulation from the file or the environment when the argument was left at 1."""
-        source = self.resolved.source("accumulation.num_steps")
-        num_steps = self.resolved.config.accumulation.num_steps
-        if self.gradient_accumulation_steps == 1 and num_steps > 1:
-            logger.info("gradient_accumulation_steps=%d (from %s)", num_steps, source.where)
-            self.gradient_accumulation_steps = num_steps
 
     def _process_fsdp_args(self) -> None:
         fill_fsdp_fields(self, self.resolved)
@@ -346,9 +341,6 @@ class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingAr
 
 def _options_of_state(resolved: Resolved) -> dict[str, Any]:
     """Return what the configured state of this process adds to the arguments: its device and precision, by dotted path.
-
-    Args:
-        resolved: the arguments by themselves.
 
     Raises:
         ConfigError: this process has no state, or one that is not as the arguments ask.
