@@ -71,7 +71,7 @@ def _lead(
         facts = (trial.number, len(trial.study.directions) > 1)
         broadcast_object((_TRIAL, facts), process)
         is_in_trial = True
-        result = _run_trial(trainer, _on_all_ranks(trial, facts, process))
+        result = _run_trial(trainer, trial, facts)
         is_in_trial = False
         return result
 
@@ -108,15 +108,21 @@ def _follow(trainer: Trainer, process: ProcessContext, catch: Any) -> BestRun | 
         if what == _FAILED:
             raise ProcessGroupError(f"the search ended on rank 0, which has the study: {content}")
         try:
-            _run_trial(trainer, _on_all_ranks(None, content, process))
+            _run_trial(trainer, None, content)
         except optuna.TrialPruned:
             continue
         except catch:
             continue
 
 
-def _run_trial(trainer: Trainer, trial: Any) -> Any:
-    """Train once, and return the value that the trial is judged by."""
+def _run_trial(trainer: Trainer, trial: Any, facts: tuple[int, bool]) -> Any:
+    """Train once, with rank 0's trial, which is None elsewhere; return the value that the trial is judged by."""
+    process = trainer.accelerator.process
+    if process.is_distributed:
+        from optuna.trial import BaseTrial
+
+        BaseTrial.register(_SharedTrial)  # transformers asks for its kind
+        trial = _SharedTrial(trial, *facts, process)
     trainer.objective = None
     try:
         trainer.train(trial=trial)
@@ -126,16 +132,6 @@ def _run_trial(trainer: Trainer, trial: Any) -> Any:
     finally:
         trainer.model_wrapped, trainer.model = release_memory(trainer.model_wrapped, trainer.model)
         trainer.accelerator.clear()
-
-
-def _on_all_ranks(trial: Any, facts: tuple[int, bool], process: ProcessContext) -> Any:
-    """Return rank 0's trial, which is None elsewhere, for every rank; on one process it is the trial itself."""
-    if not process.is_distributed:
-        return trial
-    from optuna.trial import BaseTrial
-
-    BaseTrial.register(_SharedTrial)  # transformers asks for its kind
-    return _SharedTrial(trial, *facts, process)
 
 
 class _SharedTrial:
