@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
+from transformers import TrainerCallback
 
 from tests.ranks import preload, run_ranks
 
@@ -84,6 +85,21 @@ class TokenDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.rows[index]
+
+
+class Hearing(TrainerCallback):
+    """A callback that hears every event by one method, with its name."""
+
+    def hear(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+
+def _hear(event: str) -> Callable[..., None]:
+    return lambda self, *args, **kwargs: self.hear(event, *args, **kwargs)
+
+
+for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
+    setattr(Hearing, _event, _hear(_event))
 
 
 def build_model(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
