@@ -146,9 +146,6 @@ class _Pass:
         # What a collator makes a list of has one entry for each sample; a model's list is a structure, unless said.
         self.losses, self.labels, self.inputs = _Results(), _Results(), _Results()
         self.predictions = _Results(lists_are_columns=self.args.eval_use_gather_object)
-        self.shares_sequences = trainer.accelerator.config.parallel.sequence_size > 1
-        self.counts_by_rows = counts_by_rows(trainer.model)
-        self.reuses_outputs = reuses_outputs(trainer.accelerator.config.compile)
         self.mean_loss = _MeanLoss()
         self.num_samples = 0
         self.metrics: dict[str, Any] | None = None
@@ -156,11 +153,11 @@ class _Pass:
     def step(self, model: nn.Module, batch: _Batch, loss_only: bool, ignore_keys: list[str] | None) -> None:
         """Predict one batch and keep the results, unless it was lent. Collective with `batch_eval_metrics`."""
         inputs, samples, is_last = batch
-        targets, given = self._targets(inputs), inputs
-        if loss_only and self.shares_sequences and isinstance(inputs, dict):
+        targets, given, config = self._targets(inputs), inputs, self.trainer.accelerator.config
+        if loss_only and config.parallel.sequence_size > 1 and isinstance(inputs, dict):
             given = {**inputs, "skip_logits": True}  # as upstream asks of models with liger's kernels
         loss, logits, labels = self.trainer.prediction_step(model, given, loss_only, ignore_keys=ignore_keys)
-        if self.reuses_outputs:
+        if reuses_outputs(config.compile):
             # torch.compile's CUDA graphs write the next batch's results into the same memory.
             loss, logits = map_leaves(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, (loss, logits))
         if samples is None:
@@ -194,7 +191,7 @@ class _Pass:
         """Return how often the mean loss of a batch counts: by its label tokens, else by rows, else by samples."""
         if self.args.eval_loss_weighting == "batch" or not isinstance(targets, Tensor) or not targets.ndim:
             return float(samples)
-        if self.counts_by_rows:
+        if counts_by_rows(self.trainer.model):
             return float(len(targets))
         if targets.is_floating_point():
             return float(targets.numel())

@@ -61,7 +61,8 @@ class WindowReader:
         self._read: list[tuple[Any, BatchRows]] = []
         self._batches: list[Any] = []
         self._rows: list[BatchRows] = []
-        self._index = 0
+        self.index = 0
+        """Of the present micro-batch in the update."""
         self._weights: list[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -106,10 +107,6 @@ class WindowReader:
                 "the batches of the iterator, or train with even_batches=True"
             )
 
-    def begin_batch(self, index: int) -> None:
-        """Begin the micro-batch `index` of the update."""
-        self._index = index
-
     def without_filler(self, batch: Any) -> Any:
         """Return the batch, without rows if it only lets a rank take part that has no samples in this step."""
         is_filler = any(read is batch and not self._own(rows) for read, rows in self._read)
@@ -135,7 +132,7 @@ class WindowReader:
                 self._weights = self._item_weights(over_ranks)
             else:
                 self._weights = self._row_weights(is_sum=kind is LossKind.BY_ITEMS)
-        return loss * self._weights[self._index]
+        return loss * self._weights[self.index]
 
     def _has_label_sequences(self) -> bool:
         """Whether rows may differ in how many labels they have: all ranks have to exchange their numbers then."""
@@ -253,7 +250,7 @@ class EpochRun:
             trainer._load_rng_state(restore_rng_from)
         for index, inputs in enumerate(batches):
             self.step += 1
-            reader.begin_batch(index)
+            reader.index = index
             try:
                 self._micro_batch(inputs, num_items, is_first=index == 0, is_last=index == len(batches) - 1)
             except UpdateTakenBackError as taken:

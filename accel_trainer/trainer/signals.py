@@ -128,12 +128,7 @@ class Decisions:
         self._exchange_now(control, _ALL)
 
     def _decide(self, control: TrainerControl, expected: int, can: int) -> None:
-        """Act on `expected`, on what is due and, where the ranks meet, on what they have in common.
-
-        Args:
-            expected: flags that are set on every rank, unless a callback has cleared them.
-            can: flags that have an effect at this boundary.
-        """
+        """Act on what every rank sets unless a callback clears it, on what is due, and on what the ranks share."""
         flags = flags_of(control)
         due, self._due = self._due & can, self._due & ~can
         acted = self._meet(flags | due, expected | due, can)
