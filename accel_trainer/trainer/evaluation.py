@@ -153,32 +153,44 @@ class _Pass:
     def step(self, model: nn.Module, batch: _Batch, loss_only: bool, ignore_keys: list[str] | None) -> None:
         """Predict one batch and keep the results, unless it was lent. Collective with `batch_eval_metrics`."""
         inputs, samples, is_last = batch
-        targets, given, config = self._targets(inputs), inputs, self.trainer.accelerator.config
-        if loss_only and config.parallel.sequence_size > 1 and isinstance(inputs, dict):
-            given = {**inputs, "skip_logits": True}  # as upstream asks of models with liger's kernels
-        loss, logits, labels = self.trainer.prediction_step(model, given, loss_only, ignore_keys=ignore_keys)
-        if reuses_outputs(config.compile):
-            # torch.compile's CUDA graphs write the next batch's results into the same memory.
-            loss, logits = map_leaves(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, (loss, logits))
+        targets = self._targets(inputs)
+        loss, logits, labels = self._predict(model, inputs, loss_only, ignore_keys)
         if samples is None:
             samples = find_batch_size(logits) or 1
         self.num_samples += samples
-        preprocess = self.trainer.preprocess_logits_for_metrics
-        if samples and logits is not None and preprocess is not None:
-            logits = preprocess(logits, labels)
+        if samples:
+            logits = self._preprocess(logits, labels)
         if samples and loss is not None:
             self.mean_loss.add(loss, self._weight(inputs, targets, samples))
         losses = loss.detach().mean().expand(samples) if self.wants_losses and loss is not None else None
         if self.args.batch_eval_metrics:
             self._batch_metrics(inputs if samples else None, losses, logits, labels, is_last)
         if samples and self.keeps_predictions:
-            # Until the ranks exchange them.
-            self.losses.add(losses)
-            self.predictions.add(logits)
-            self.labels.add(labels)
-            if self.wants_inputs:
-                name = getattr(self.trainer.model, "main_input_name", "input_ids")
-                self.inputs.add(self.trainer._prepare_input(inputs[name]))
+            self._keep(inputs, losses, logits, labels)
+
+    def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
+        """Return loss, logits and labels of one batch, in memory that the next batch leaves alone."""
+        config = self.trainer.accelerator.config
+        if loss_only and config.parallel.sequence_size > 1 and isinstance(inputs, dict):
+            inputs = {**inputs, "skip_logits": True}  # as upstream asks of models with liger's kernels
+        loss, logits, labels = self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+        if reuses_outputs(config.compile):
+            # torch.compile's CUDA graphs write the next batch's results into the same memory.
+            loss, logits = map_leaves(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, (loss, logits))
+        return loss, logits, labels
+
+    def _preprocess(self, logits: Any, labels: Any) -> Any:
+        preprocess = self.trainer.preprocess_logits_for_metrics
+        return logits if logits is None or preprocess is None else preprocess(logits, labels)
+
+    def _keep(self, inputs: Any, losses: Any, logits: Any, labels: Any) -> None:
+        """Keep the results of one batch until the ranks exchange them."""
+        self.losses.add(losses)
+        self.predictions.add(logits)
+        self.labels.add(labels)
+        if self.wants_inputs:
+            name = getattr(self.trainer.model, "main_input_name", "input_ids")
+            self.inputs.add(self.trainer._prepare_input(inputs[name]))
 
     def _targets(self, inputs: Any) -> Any:
         """Return the labels over which the loss of a batch is a mean, where the batch has them by name."""

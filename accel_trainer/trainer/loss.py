@@ -97,29 +97,33 @@ class LossNormalization:
         if kind is LossKind.MODEL_MEAN and counts_by_rows(bare):
             kind = LossKind.ROW_MEAN
         trainer.model_accepts_loss_kwargs = accepted
-        # The highest kind that a rank has found holds; where none has, the next micro-batch is asked.
+        self._agree(trainer, kind, first, type(bare).__name__)
+        return loss
+
+    def _agree(self, trainer: Trainer, kind: LossKind | None, first: _FirstBatch, model_name: str) -> None:
+        """Take the highest kind that a rank has found; ask again at the next micro-batch where none has. Collective."""
         has_terms = first.has_terms and kind in (None, LossKind.MODEL_MEAN)
         own = [-1 if kind is None else kind, not first.is_multiplied, has_terms]
         answer = torch.tensor(own, device=trainer.args.device)
         found, not_multiplied, terms = collectives.reduce(answer, trainer.accelerator.process, "max").tolist()
         if found < 0:
-            return loss
+            return
         self.kind, self.is_wanted = LossKind(found), False
         self.is_multiplied, self.has_terms = not not_multiplied, bool(terms)
+        accepted = trainer.model_accepts_loss_kwargs
         trainer.model_accepts_loss_kwargs = accepted and (self.kind is LossKind.BY_ITEMS or self.has_terms)
         self._took_items = accepted and not trainer.model_accepts_loss_kwargs
         if self.has_terms:
             logger.info(
                 "the loss of %s has terms that are not divided by num_items_in_batch: each micro-batch is divided by "
-                "its own labels, and counts by them", type(bare).__name__,
+                "its own labels, and counts by them", model_name,
             )  # fmt: skip
         elif self._took_items or self.is_multiplied:
             logger.info(
                 "the loss of %s does not depend on num_items_in_batch: its losses are averaged over micro-batches and "
                 "processes by their %s",
-                type(bare).__name__, "labels" if self.kind is LossKind.MODEL_MEAN else "rows",
+                model_name, "labels" if self.kind is LossKind.MODEL_MEAN else "rows",
             )  # fmt: skip
-        return loss
 
 
 class _FirstBatch:

@@ -37,6 +37,11 @@ from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.broadcast_values import broadcast_buffers
 from accel_trainer.trainer.accelerate_states import share_accelerator
 from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_config
+from accel_trainer.trainer.arguments.fsdp_arguments import (
+    check_recomputation,
+    loads_after_sharding,
+    recomputes_activations,
+)
 from accel_trainer.trainer.arguments.training_arguments import MIRRORED_FIELDS, TrainingArguments, setting
 from accel_trainer.trainer.loss import build_smoother
 
@@ -98,6 +103,7 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
     configured = AcceleratorState().distributed_type if uses_state else None
     accelerator = Accelerator(config=complete_engine_config(args, _resolve_for_model(args, model), model))
     _check_options(args, accelerator)
+    _check_restarts(args, accelerator)
     _check_optimizer_name(args, accelerator.strategy.capabilities.shards_parameters)
     if accelerator.nonfinite_guard is not None:
         accelerator.nonfinite_guard.roll_back = None  # to a checkpoint of the Trainer's own
@@ -126,16 +132,18 @@ def _check_options(args: TrainingArguments, accelerator: Accelerator) -> None:
             f"{describe('on_nonfinite')} goes back to checkpoints, and save_only_model=True leaves out their optimizer "
             "and schedule; leave one of the two out"
         )
-    if facts.shards_parameters and config.fsdp.activation_checkpointing and _recomputes(None, args):
-        raise ConfigError(
-            "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the "
-            "same layers; keep the one in fsdp_config"
-        )
+    if facts.shards_parameters:
+        check_recomputation(args, accelerator.resolved)
     if args.auto_find_batch_size and facts.builds_engine:
         raise ConfigError(
             f"auto_find_batch_size is set with strategy {accelerator.strategy.name!r}, whose engine is built for one "
             "batch size and keeps hold of the memory of an attempt that failed; set per_device_train_batch_size"
         )
+
+
+def _check_restarts(args: TrainingArguments, accelerator: Accelerator) -> None:
+    """Refuse options by which an update has other samples on fewer processes, where some may be lost."""
+    config, describe = accelerator.config, accelerator.resolved.describe
     for name in ("auto_find_batch_size", "dataloader_drop_last"):
         if config.launch.min_processes is not None and getattr(args, name):
             raise ConfigError(
@@ -179,11 +187,9 @@ def _take_num_steps(args: TrainingArguments) -> None:
 
 def _recomputes(model: Any, args: TrainingArguments) -> bool:
     """Whether activations are computed again in the backward."""
-    # Older releases (5.17) have only the other name, which the newest deprecates.
-    by_arguments = getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None)
-    new_name = "is_activation_checkpointing"
+    new_name = "is_activation_checkpointing"  # older releases have the other one, which the newest deprecates
     by_model = getattr(model, new_name if hasattr(type(model), new_name) else "is_gradient_checkpointing", False)
-    return bool(by_arguments or by_model)
+    return recomputes_activations(args) or bool(by_model)
 
 
 def _resolve_for_model(args: TrainingArguments, model: Any) -> Resolved:
@@ -277,9 +283,8 @@ def load_model(model: Any, args: TrainingArguments) -> nn.Module | None:
             f"the configuration of {str(model)!r} names {names or 'no architecture'}, which transformers cannot build; "
             "load the model with the class you want, and pass it"
         )
-    run = args.resolved.config
     empty = None
-    if run.strategy == "fsdp2" and args.world_size > 1 and run.fsdp.cpu_ram_efficient_loading:
+    if loads_after_sharding(args, args.resolved):
         empty = _build_empty(model_class, config, Path(model))
     loaded: nn.Module = model_class.from_pretrained(model) if empty is None else empty
     return loaded
@@ -404,9 +409,7 @@ class ModelPreparation:
             trainer.optimizer = None  # the engine built that of the earlier train()
         self._builds_optimizer = trainer.optimizer is None and bool(describes("optimizer"))
         if not self._builds_optimizer:
-            optimizer = create_optimizer(trainer, max_steps)
-            # Of a model whose every parameter decays, or none. DeepSpeed drops empty groups, and schedules count them.
-            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+            optimizer = self._create_optimizer(trainer, max_steps)
         builds_scheduler = trainer.lr_scheduler is None and bool(describes("scheduler"))
         _warn_of_unused(trainer, self._builds_optimizer, builds_scheduler)
         # Only now are the model's sizes and the number of updates known, which the configuration may leave open.
@@ -434,14 +437,23 @@ class ModelPreparation:
             trainer.create_scheduler(num_training_steps=max_steps)
         self._adopt(trainer, engine)
         if self._optimizer_state is not None:
-            # Of an earlier train(); the options of its groups, such as the learning rate, begin anew.
-            groups = trainer.optimizer.param_groups
-            options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-            accelerator.unit_of(trainer.model).checkpoint_io().load_full_optimizer_state(self._optimizer_state)
+            self._restore(trainer, self._optimizer_state)
             self._optimizer_state = None
-            for group, own in zip(groups, options, strict=True):
-                group.update(own)
         return engine
+
+    def _create_optimizer(self, trainer: Trainer, max_steps: int) -> Any:
+        optimizer = create_optimizer(trainer, max_steps)
+        # Of a model whose every parameter decays, or none. DeepSpeed drops empty groups, and schedules count them.
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
+
+    def _restore(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """Load the optimizer's state of an earlier train(); its options, such as the learning rate, begin anew."""
+        groups = trainer.optimizer.param_groups
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        trainer.accelerator.unit_of(trainer.model).checkpoint_io().load_full_optimizer_state(state)
+        for group, own in zip(groups, options, strict=True):
+            group.update(own)
 
 
 @contextmanager

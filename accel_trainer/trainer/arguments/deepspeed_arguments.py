@@ -18,6 +18,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 
 from accel_trainer import logging
 from accel_trainer.config import Resolved
+from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import HfDeepSpeedConfig
 from accel_trainer.registry import load_arguments_adapter
 from accel_trainer.runtime.process import current_process
@@ -35,6 +36,21 @@ _NUMBERS = (
     "adam_epsilon",
     "weight_decay",
 )
+
+
+def deepspeed_options(args: TrainingArguments) -> dict[str, Any]:
+    """Return the options that `deepspeed` stands for, by dotted path.
+
+    Raises:
+        ConfigError: `fsdp` is set, too.
+    """
+    if not args.deepspeed:
+        return {}
+    if args.fsdp:
+        raise ConfigError(
+            "fsdp and deepspeed are both set, and each of them would shard the model; leave one of them out"
+        )
+    return {"strategy": "deepspeed", "deepspeed": args.deepspeed}
 
 
 def start_engine(args: TrainingArguments, resolved: Resolved) -> None:

@@ -46,11 +46,7 @@ def resolve_arguments(
     """
     if fsdp_config and not fsdp:
         logger.warning("fsdp_config is not read because fsdp is not set; pass fsdp=True to shard the model")
-    asked: dict[str, Any] = {}
-    if fsdp is True or (isinstance(fsdp, str) and fsdp.lower() == "true"):
-        asked = {"strategy": "fsdp2"}
-    elif fsdp:
-        asked = fsdp_options(fsdp if isinstance(fsdp, str) else [getattr(word, "value", word) for word in fsdp])
+    asked = _options_of(fsdp) if fsdp else {}
     merge = partial(
         resolve,
         environ=environ,
@@ -62,6 +58,12 @@ def resolve_arguments(
     resolved = merge(explicit=given)
     fills = {path: value for path, value in asked.items() if not resolved.is_set(path)}
     return merge(explicit=given | fills) if fills else resolved
+
+
+def _options_of(fsdp: bool | str | Iterable[Any]) -> dict[str, Any]:
+    if isinstance(fsdp, bool) or (isinstance(fsdp, str) and fsdp.lower() == "true"):
+        return {"strategy": "fsdp2"}
+    return fsdp_options(fsdp if isinstance(fsdp, str) else [getattr(word, "value", word) for word in fsdp])
 
 
 def _readable_again(fsdp_config: FSDPConfigSource) -> FSDPConfigSource:
@@ -77,6 +79,26 @@ def _readable_again(fsdp_config: FSDPConfigSource) -> FSDPConfigSource:
         return fsdp_config
     rest = {key: value for key, value in fsdp_config.items() if key != "mixed_precision"}
     return {"distributed_type": "FSDP", "mixed_precision": fsdp_config["mixed_precision"], "fsdp_config": rest}
+
+
+def loads_after_sharding(args: TrainingArguments, resolved: Resolved) -> bool:
+    """Whether a model that is given by its path is built without values, and each rank loads those of its shards."""
+    config = resolved.config
+    return bool(config.strategy == "fsdp2" and args.world_size > 1 and config.fsdp.cpu_ram_efficient_loading)
+
+
+def recomputes_activations(args: TrainingArguments) -> bool:
+    """Whether activations are recomputed in the backward; transformers 5.17 has only the older name for it."""
+    return bool(getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None))
+
+
+def check_recomputation(args: TrainingArguments, resolved: Resolved) -> None:
+    """Raise ConfigError where arguments and `fsdp_config` would both recompute activations in the backward."""
+    if recomputes_activations(args) and resolved.config.fsdp.activation_checkpointing:
+        raise ConfigError(
+            "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the "
+            "same layers; keep the one in fsdp_config"
+        )
 
 
 def fill_fsdp_fields(args: TrainingArguments, resolved: Resolved) -> None:

@@ -32,7 +32,7 @@ from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.runtime.process import find_process, hidden_variable, init_process, read_environment
 from accel_trainer.tracking import mask_secrets, redact
 from accel_trainer.trainer.accelerate_states import share_process
-from accel_trainer.trainer.arguments.deepspeed_arguments import start_engine, unsharded_models
+from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
 from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, resolve_arguments
 
 logger = logging.get_logger(__name__)
@@ -202,10 +202,7 @@ class TrainingArguments(transformers.TrainingArguments):
             self.parallelism_config = ParallelismConfig.of(self.parallelism_config)
         self.save_policy  # noqa: B018  it checks its two arguments
         check_verify(self.verify)
-        if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
-            self.torch_compile = True
-        if self.torch_compile and self.torch_compile_backend is None:
-            self.torch_compile_backend = "inductor"
+        self._derive_compile_options()
         resolve = functools.partial(
             resolve_arguments,
             fsdp=self.fsdp,
@@ -220,11 +217,7 @@ class TrainingArguments(transformers.TrainingArguments):
         self.use_cpu = self.resolved.config.use_cpu
         for name in _DATA_OPTIONS:  # so that arguments made of these, by to_dict() for instance, say the same
             setattr(self.accelerator_config, name, getattr(self.resolved.config.data, name))
-        num_steps = self.resolved.config.accumulation.num_steps
-        if self.gradient_accumulation_steps == 1 and num_steps > 1:
-            where = self.resolved.source("accumulation.num_steps").where
-            logger.info("gradient_accumulation_steps=%d (from %s)", num_steps, where)
-            self.gradient_accumulation_steps = num_steps
+        self._take_accumulation()
         start_engine(self, self.resolved)
         # Upstream would export compile options as ACCELERATE_DYNAMO_* variables, and import accelerate for DeepSpeed. A
         # machine without an accelerator runs on its CPU, which has bf16, as if `use_cpu` had been given.
@@ -235,9 +228,7 @@ class TrainingArguments(transformers.TrainingArguments):
         ):
             super().__post_init__()
         self.mixed_precision = str(self.resolved.config.mixed_precision)
-        # As upstream, where the device has it and the user has not decided.
-        if self.torch_compile and self.tf32 is None and self.device.type != "cpu" and is_torch_tf32_available():
-            enable_tf32(True)
+        self._apply_tf32_default()
         check_num_processes(self.resolved, self.world_size)
         if (process := find_process()) is not None:
             axis_sizes(self.resolved.config, self.resolved.describe, process.world_size, process.num_nodes)
@@ -263,15 +254,28 @@ class TrainingArguments(transformers.TrainingArguments):
                     f"{name}={value!r} was given, and it counts samples or steps: use an integer of 1 or more"
                 )
 
+    def _derive_compile_options(self) -> None:
+        if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
+            self.torch_compile = True
+        if self.torch_compile and self.torch_compile_backend is None:
+            self.torch_compile_backend = "inductor"
+
+    def _take_accumulation(self) -> None:
+        """Take gradient accumulation from the file or the environment when the argument was left at 1."""
+        num_steps = self.resolved.config.accumulation.num_steps
+        if self.gradient_accumulation_steps == 1 and num_steps > 1:
+            where = self.resolved.source("accumulation.num_steps").where
+            logger.info("gradient_accumulation_steps=%d (from %s)", num_steps, where)
+            self.gradient_accumulation_steps = num_steps
+
+    def _apply_tf32_default(self) -> None:
+        # As upstream, where the device has it and the user has not decided.
+        if self.torch_compile and self.tf32 is None and self.device.type != "cpu" and is_torch_tf32_available():
+            enable_tf32(True)
+
     def _explicit_options(self) -> dict[str, Any]:
         """Return the options that were given in Python, by dotted path."""
-        options: dict[str, Any] = {}
-        if self.deepspeed and self.fsdp:
-            raise ConfigError(
-                "fsdp and deepspeed are both set, and each of them would shard the model; leave one of them out"
-            )
-        if self.deepspeed:
-            options = {"strategy": "deepspeed", "deepspeed": self.deepspeed}
+        options = deepspeed_options(self)
         if self.parallelism_config is not None:
             options |= self.parallelism_config.explicit()
         for item in fields(self):
