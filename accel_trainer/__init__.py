@@ -35,19 +35,9 @@ _NAMES = {
 """Public names by the module that has them."""
 
 _MODULES = [
-    "accelerator",
-    "big_modeling",
-    "data_loader",
-    "hooks",
-    "launchers",
-    "logging",
-    "optimizer",
-    "parallelism_config",
-    "scheduler",
-    "state",
-    "tracking",
-    "utils",
-]
+    "accelerator", "big_modeling", "data_loader", "hooks", "launchers", "logging", "optimizer", "parallelism_config",
+    "scheduler", "state", "tracking", "utils",
+]  # fmt: skip
 """Modules that are there after `import accel_trainer` alone, like those of similar libraries."""
 
 _EXPORTS = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
@@ -61,9 +51,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _EXPORTS:
-        unsupported = importlib.import_module(
-            f"{__name__}.unsupported"
-        )  # inspect takes longer than all of this package
+        # Not at the top: inspect, which it imports, takes longer than all of this package.
+        unsupported = importlib.import_module(f"{__name__}.unsupported")
         raise unsupported.explain_missing(__name__, name)
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value

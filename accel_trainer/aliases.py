@@ -12,12 +12,14 @@ from types import ModuleType
 _ALIASES = {
     "": (
         "commands:launch.entry_points hooks:big_models inference:unsupported launchers:launch.notebook "
-        "local_sgd:accelerator.local_sgd memory_utils:utils parallelism_config:plugins.parallelism"
+        "local_sgd:accelerator.local_sgd memory_utils:utils optimizer:accelerator.accelerated_optimizer "
+        "parallelism_config:plugins.parallelism scheduler:accelerator.accelerated_scheduler "
+        "state:accelerator.shared_state"
     ),
     "commands": (
         "accelerate_cli:launch.cli config:launch.entry_points config.config_args:launch.entry_points "
         "config.default:launch.entry_points env:launch.entry_points estimate:contrib.planning.estimate "
-        "launch:launch.entry_points merge:launch.entry_points test:launch.entry_points to_fsdp2:contrib.convert"
+        "launch:launch.entry_points merge:launch.entry_points test:launch.entry_points to_fsdp2:contrib.deepspeed_fsdp"
     ),
     "utils": (
         "ao:utils dataclasses:utils deepspeed:utils environment:utils fsdp_utils:utils imports:utils memory:utils "

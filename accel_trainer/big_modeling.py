@@ -23,21 +23,11 @@ from accel_trainer.checkpoint.weights.into_model import init_empty_weights, init
 from accel_trainer.unsupported import explain_missing
 
 __all__ = [
-    "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
-    "attach_layerwise_casting_hooks",
-    "check_device_map",
-    "cpu_offload",
-    "cpu_offload_with_hook",
-    "disk_offload",
-    "dispatch_model",
-    "get_balanced_memory",
-    "get_max_memory",
-    "infer_auto_device_map",
-    "init_empty_weights",
-    "init_on_device",
-    "load_checkpoint_and_dispatch",
+    "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING", "attach_layerwise_casting_hooks", "check_device_map", "cpu_offload",
+    "cpu_offload_with_hook", "disk_offload", "dispatch_model", "get_balanced_memory", "get_max_memory",
+    "infer_auto_device_map", "init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
-]
+]  # fmt: skip
 
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of this module's

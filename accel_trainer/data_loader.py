@@ -21,21 +21,10 @@ from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSample
 from accel_trainer.unsupported import explain_missing
 
 __all__ = [
-    "BatchSamplerShard",
-    "DataLoaderAdapter",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "DataLoaderStateMixin",
-    "IterableDatasetShard",
-    "PreparedDataLoader",
-    "SeedableRandomSampler",
-    "ShardedBatchSampler",
-    "SkipBatchSampler",
-    "SkipDataLoader",
-    "get_sampler",
-    "prepare_data_loader",
-    "skip_first_batches",
-]
+    "BatchSamplerShard", "DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderShard", "DataLoaderStateMixin",
+    "IterableDatasetShard", "PreparedDataLoader", "SeedableRandomSampler", "ShardedBatchSampler", "SkipBatchSampler",
+    "SkipDataLoader", "get_sampler", "prepare_data_loader", "skip_first_batches",
+]  # fmt: skip
 
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of this module's

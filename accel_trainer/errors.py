@@ -10,26 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
-    "AccelTrainerError",
-    "BatchSizeError",
-    "CannotPadNestedTensorWarning",
-    "CheckpointLockedError",
-    "CheckpointNotFoundError",
-    "ConfigError",
-    "CorruptCheckpointError",
-    "DesyncError",
-    "DiskFullError",
-    "DistributedOperationException",
-    "HangError",
-    "IncompatibleCheckpointError",
-    "MissingExtraError",
-    "NonFiniteError",
-    "ProcessGroupError",
-    "RemoteRankError",
-    "SaveTimeoutError",
-    "UnsupportedTypeError",
+    "AccelTrainerError", "BatchSizeError", "CannotPadNestedTensorWarning", "CheckpointLockedError",
+    "CheckpointNotFoundError", "ConfigError", "CorruptCheckpointError", "DesyncError", "DiskFullError",
+    "DistributedOperationException", "HangError", "IncompatibleCheckpointError", "MissingExtraError",
+    "NonFiniteError", "ProcessGroupError", "RemoteRankError", "SaveTimeoutError", "UnsupportedTypeError",
     "did_you_mean",
-]
+]  # fmt: skip
 
 
 MISSING_TORCHAO = "fp8 needs torchao, which is not installed: pip install 'accel-trainer[fp8]'; or use 'bf16'"
@@ -66,15 +52,13 @@ class RemoteRankError(ProcessGroupError):
 class HangError(ProcessGroupError):
     """A rank did not come to a collective within its timeout."""
 
-    exit_code = 75
-    """Of the process, where nobody catches it."""
+    exit_code = 75  # of the process, where nobody catches it
 
 
 class DesyncError(DistributedOperationException):
     """The ranks have taken different paths: one of them calls another collective than the others."""
 
-    exit_code = 75
-    """Of the process, where nobody catches it."""
+    exit_code = 75  # of the process, where nobody catches it
 
 
 class UnsupportedTypeError(ConfigError, TypeError):
@@ -121,7 +105,6 @@ class NonFiniteError(AccelTrainerError, ArithmeticError):
     """Gradients are NaN or infinite, and training on would spread them to every weight."""
 
     exit_code = 76
-    """Of the process, where nobody catches it."""
 
 
 class MissingExtraError(AccelTrainerError, ImportError):

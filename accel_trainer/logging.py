@@ -39,11 +39,7 @@ _wait: Callable[[], None] = _wait_for_nobody
 
 
 def set_rank(rank: int, world_size: int = 1, wait: Callable[[], None] = _wait_for_nobody) -> None:
-    """Set the rank of this process's loggers.
-
-    Args:
-        wait: returns when every rank has called it; orders the lines of several ranks.
-    """
+    """Set the rank of this process's loggers; `wait` returns when every rank has called it, and orders their lines."""
     global _rank, _world_size, _wait
     _rank, _world_size, _wait = rank, world_size, wait
 
@@ -62,10 +58,8 @@ def set_level(name: str) -> None:
 
 
 def write_stderr(text: str) -> None:
-    """Write a line, or lines, to standard error where somebody reads it; a pipe to nobody ends nothing.
-
-    `accel-trainer launch ... 2>&1 | tee log`: ctrl-C ends `tee` as well, before the run has saved.
-    """
+    """Write a line, or lines, to standard error where somebody reads it; a pipe to nobody ends nothing."""
+    # `accel-trainer launch ... 2>&1 | tee log`: ctrl-C ends `tee` as well, before the run has saved.
     with suppress(OSError, ValueError, AttributeError):  # a pipe or a terminal that is gone, a closed stream, none
         sys.stderr.write(f"{text}\n")
         sys.stderr.flush()

@@ -38,6 +38,8 @@ __all__ = [
 
 logger = get_logger(__name__)
 
+_HALF = (torch.float16, torch.bfloat16)
+
 ModuleFilter = Callable[[nn.Module, str], bool]
 """Whether a module of a name computes in fp8."""
 
@@ -163,21 +165,21 @@ def build_precision(
 def _device_precision(mixed_precision: str, device: torch.device, origin: str) -> PrecisionPolicy:
     if mixed_precision == MixedPrecision.NO:
         return PrecisionPolicy()
-    if mixed_precision == MixedPrecision.BF16:
-        if not _supports_bf16(device):
-            raise ConfigError(
-                f"{origin}: bf16 was asked for and {device} does not support it; use 'no', or 'fp16' on a GPU"
-            )
-        return PrecisionPolicy(compute=torch.bfloat16, reduce=torch.float32, output=torch.float32)
-    if mixed_precision == MixedPrecision.FP16:
-        if device.type == "cpu":
-            raise ConfigError(
-                f"{origin}: fp16 was asked for on the CPU, which has no fp16 training (it would run in fp32); "
-                "use 'bf16' or 'no'"
-            )
-        return PrecisionPolicy(compute=torch.float16, reduce=torch.float32, output=torch.float32, loss_scaling=True)
-    known = ", ".join(f"'{each}'" for each in MixedPrecision)
-    raise ConfigError(f"{origin}: '{mixed_precision}' is unknown; expected one of {known}")
+    if mixed_precision not in (MixedPrecision.BF16, MixedPrecision.FP16):
+        known = ", ".join(f"'{each}'" for each in MixedPrecision)
+        raise ConfigError(f"{origin}: '{mixed_precision}' is unknown; expected one of {known}")
+    is_fp16 = mixed_precision == MixedPrecision.FP16
+    if is_fp16 and device.type == "cpu":
+        raise ConfigError(
+            f"{origin}: fp16 was asked for on the CPU, which has no fp16 training (it would run in fp32); "
+            "use 'bf16' or 'no'"
+        )
+    if not is_fp16 and not _supports_bf16(device):
+        raise ConfigError(
+            f"{origin}: bf16 was asked for and {device} does not support it; use 'no', or 'fp16' on a GPU"
+        )
+    compute = torch.float16 if is_fp16 else torch.bfloat16
+    return PrecisionPolicy(compute, reduce=torch.float32, output=torch.float32, loss_scaling=is_fp16)
 
 
 def _require_fp8(device: torch.device, origin: str) -> None:
@@ -271,16 +273,6 @@ def apply_float8(model: nn.Module, policy: PrecisionPolicy, *, shards: bool = Fa
     logger.info("%s: %d of %d linear layers compute in fp8", type(model).__name__, num_fp8, num_layers)
 
 
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
-
-
-def _accelerator_type() -> str:
-    """Return the kind of device that offloaded layers compute on: this machine's accelerator, else the CPU."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
-
-
 class AutocastForward:
     """A model's forward under autocast, with floating-point outputs cast back.
 
@@ -296,29 +288,30 @@ class AutocastForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.inner or functools.partial(type(self.model).forward, self.model))
+        return inspect.signature(self._forward())
+
+    def _forward(self) -> Callable[..., Any]:
+        return self.inner or functools.partial(type(self.model).forward, self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own forward under autocast."""
         # Looked up on each call: with device_placement=False the user moves the model after prepare().
         device_type = next((p.device.type for p in self.model.parameters()), "cpu")
-        if device_type == "meta" and not any(map(_is_meta, (*args, *kwargs.values()))):
-            device_type = _accelerator_type()  # weights are offloaded, and come there when they are needed
+        given = (*args, *kwargs.values())
+        if device_type == "meta" and not any(isinstance(value, torch.Tensor) and value.is_meta for value in given):
+            # Weights are offloaded, and come to this machine's accelerator when they are needed.
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            device_type = "cpu" if accelerator is None else accelerator.type
         with self.policy.autocast(device_type):
-            if self.inner is None:
-                outputs = type(self.model).forward(self.model, *args, **kwargs)
-            else:
-                outputs = self.inner(*args, **kwargs)
+            outputs = self._forward()(*args, **kwargs)
         return self.policy.cast_outputs(outputs)
 
 
-def cast_floating(data: Any, dtype: torch.dtype) -> Any:
-    """Return `data` with its 16-bit floating-point tensors cast to `dtype`, and other leaves as they are."""
+def cast_floating(data: Any, dtype: torch.dtype, of: Collection[torch.dtype] = _HALF) -> Any:
+    """Return `data` with its tensors of some dtypes, the 16-bit ones, cast to `dtype`, and other leaves as they are."""
 
     def cast(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16):
-            return leaf.to(dtype)
-        return leaf
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype in of else leaf
 
     return map_leaves(cast, data, is_leaf=lambda node: isinstance(node, torch.Tensor))
 
@@ -360,3 +353,42 @@ def remove_autocast(model: nn.Module) -> None:
             del model.forward
         else:
             model.forward = autocast.inner
+
+
+# --- frozen weights that bitsandbytes has quantised, to train adapters on --------------------------------------------
+
+_CPU_PACKING = "support_avx512bf16_for_cpu"
+
+
+def keep_gradients(model: nn.Module, device: torch.device) -> None:
+    """Have 4-bit layers on a CPU keep the layout that gradients pass through."""
+    # On a CPU with AVX512-BF16 bitsandbytes (0.50.2, nn/modules.py:605) packs their weights anew in the first
+    # evaluation, and all that is trained after it, in plain PyTorch too, gets gradients of zero without a word.
+    if device.type != "cpu":
+        return
+    for module in model.modules():
+        if getattr(module, _CPU_PACKING, False):
+            setattr(module, _CPU_PACKING, False)
+            module.state_dict()  # unpacks those of an evaluation before
+
+
+def keep_scales(model: nn.Module) -> None:
+    """Have states of a sharded model hold the scales of 4-bit layers, as those of any other do."""
+    # bitsandbytes writes what it finds at the parameter, and sharding has replaced that; the layer has it, too.
+    for module in model.modules():
+        scales: Any = getattr(module, "quant_state", None)
+        if scales is None:  # asked for first: the weight of a parametrization is computed
+            continue
+        weight: Any = getattr(module, "weight", None)
+        if weight is not None:
+            weight.quant_state = scales
+
+
+def refuse_8bit_shards(model: nn.Module) -> None:
+    """Refuse 8-bit weights, whose scales are attributes of the parameters that sharding replaces."""
+    name = next((name for name, p in model.named_parameters() if type(p).__name__ == "Int8Params"), None)
+    if name is not None:
+        raise ConfigError(
+            f"{name!r} of {type(model).__name__} is an 8-bit parameter of bitsandbytes, which FSDP2 cannot shard: its "
+            "scales would be lost. Load the model with load_in_4bit=True, or use strategy 'ddp' or DeepSpeed"
+        )

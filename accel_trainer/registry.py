@@ -10,17 +10,9 @@ from typing import Any
 from accel_trainer.errors import AccelTrainerError, ConfigError, MissingExtraError, did_you_mean
 
 __all__ = [
-    "ENTRY_POINT_GROUP",
-    "TRACKER_ENTRY_POINT_GROUP",
-    "installed_trackers",
-    "load_arguments_adapter",
-    "load_strategy",
-    "load_tracker",
-    "register_strategy",
-    "register_tracker",
-    "strategy_names",
-    "tracker_names",
-]
+    "ENTRY_POINT_GROUP", "TRACKER_ENTRY_POINT_GROUP", "installed_trackers", "load_arguments_adapter", "load_strategy",
+    "load_tracker", "register_strategy", "register_tracker", "strategy_names", "tracker_names",
+]  # fmt: skip
 
 ENTRY_POINT_GROUP = "accel_trainer.strategies"
 TRACKER_ENTRY_POINT_GROUP = "accel_trainer.trackers"
@@ -36,9 +28,9 @@ class _Catalogue:
         self.reserved = reserved or {}
         """Names with a meaning of their own in a configuration, by that meaning."""
 
-    def _declared(self) -> dict[str, str]:
-        """Targets that installed packages declare; a name of ours always wins over a package's."""
-        return {point.name: point.value for point in entry_points(group=self.group)}
+    def _all(self) -> dict[str, str]:
+        # A name of ours wins over that which an installed package declares.
+        return {point.name: point.value for point in entry_points(group=self.group)} | self.targets
 
     def add(self, name: str, target: str) -> None:
         if name in self.targets or name in self.reserved:
@@ -54,13 +46,14 @@ class _Catalogue:
         return module_name, attribute
 
     def names(self) -> tuple[str, ...]:
-        return tuple(sorted({*self.targets, *self._declared()}))
+        return tuple(sorted(self._all()))
 
     def load(self, name: str) -> Any:
-        target = self.targets.get(name) or self._declared().get(name)
+        # Installed packages are asked only for a name that is not ours.
+        target = self.targets.get(name) or self._all().get(name)
         if target is None:
             known = (*self.reserved, *self.names())
-            plural = {"strategy": "strategies"}.get(self.kind, f"{self.kind}s")
+            plural = "strategies" if self.kind == "strategy" else "trackers"
             raise ConfigError(
                 f"unknown {self.kind} {name!r}{did_you_mean(name, known) or '.'} Known {plural}: {', '.join(known)}; "
                 f"packages add more through the entry-point group {self.group!r}"
@@ -91,16 +84,18 @@ _TRACKERS = _Catalogue(
     "tracker",
     TRACKER_ENTRY_POINT_GROUP,
     {
-        "mlflow": "accel_trainer.integrations.trackers.mlflow_tracker:MLflowTracker",
-        "tensorboard": "accel_trainer.integrations.trackers.tensorboard_tracker:TensorBoardTracker",
-        "trackio": "accel_trainer.integrations.trackers.wandb_tracker:TrackioTracker",
-        "wandb": "accel_trainer.integrations.trackers.wandb_tracker:WandBTracker",
+        "mlflow": "accel_trainer.integrations.experiment_trackers:MLflowTracker",
+        "tensorboard": "accel_trainer.integrations.experiment_trackers:TensorBoardTracker",
+        "trackio": "accel_trainer.integrations.experiment_trackers:TrackioTracker",
+        "wandb": "accel_trainer.integrations.experiment_trackers:WandBTracker",
     },
 )
 TRACKER_CLASSES: dict[str, type] = {}
 """Tracker classes that a script has registered, by name: they come before those of packages."""
 # Each of our trackers needs the package of its name, and the extra of that name installs it.
 _EXTRAS = frozenset(_TRACKERS.targets)
+OWN_TRACKERS = {target.rpartition(":")[2]: name for name, target in _TRACKERS.targets.items()}
+"""Names of our trackers by that of their class."""
 
 
 def register_strategy(name: str, target: str) -> None:

@@ -11,21 +11,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.registry import TRACKER_CLASSES, installed_trackers, load_tracker, register_tracker
+from accel_trainer.registry import OWN_TRACKERS, TRACKER_CLASSES, installed_trackers, load_tracker, register_tracker
 
 __all__ = [
-    "LOGGER_TYPE_TO_CLASS",
-    "BlankTracker",
-    "GeneralTracker",
-    "get_available_trackers",
-    "is_secret",
-    "mask_secrets",
-    "on_main_process",
-    "redact",
-    "register_tracker",
-    "register_tracker_class",
-    "secrets_of",
-]
+    "LOGGER_TYPE_TO_CLASS", "BlankTracker", "GeneralTracker", "get_available_trackers", "is_secret", "mask_secrets",
+    "on_main_process", "redact", "register_tracker", "register_tracker_class", "secrets_of",
+]  # fmt: skip
 
 MASK = "***"
 
@@ -45,19 +36,11 @@ _NAMED_VALUE = re.compile(
 )
 
 
-# The package's trackers by class name, imported at first use: their libraries are optional.
-_OWN_TRACKERS = {
-    "MLflowTracker": "mlflow",
-    "TensorBoardTracker": "tensorboard",
-    "TrackioTracker": "trackio",
-    "WandBTracker": "wandb",
-}
-
-
 def __getattr__(name: str) -> Any:
-    if name not in _OWN_TRACKERS:
+    # The package's trackers by class name, imported at first use: their libraries are optional.
+    if name not in OWN_TRACKERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return load_tracker(_OWN_TRACKERS[name])
+    return load_tracker(OWN_TRACKERS[name])
 
 
 class GeneralTracker(ABC):
@@ -75,13 +58,7 @@ class GeneralTracker(ABC):
     """False: every rank has one, and logs its own values."""
 
     def __init__(self, project_name: str = "", logging_dir: str | Path | None = None, /, **kwargs: Any) -> None:
-        """Keep the name and options of the run; nothing is opened before `start`.
-
-        Args:
-            project_name: from `init_trackers`.
-            logging_dir: where files go.
-            **kwargs: this tracker's entry of `init_kwargs`.
-        """
+        """Keep the name of the run, where its files go, and this entry of `init_kwargs`; `start` opens the run."""
         self.project_name = project_name
         self.logging_dir = None if logging_dir is None else Path(logging_dir)
         self.kwargs = kwargs
@@ -171,17 +148,10 @@ class BlankTracker(GeneralTracker):
         """None: there is nothing to write with."""
         return None
 
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
+    def log(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
 
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_images(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_table(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+    store_init_configuration = log_images = log_table = log
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 __all__ = ["honor_type", "is_namedtuple", "leaves", "map_leaves", "merge_dicts", "rebuild_mapping", "recursive_getattr"]
@@ -65,18 +65,18 @@ def leaves(data: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Iterat
     """Yield the leaves of `data` in the order in which `map_leaves` visits them. Nothing is rebuilt."""
     if is_leaf is not None and is_leaf(data):
         yield data
-    elif isinstance(data, (list, tuple)):
-        for item in data:
-            yield from leaves(item, is_leaf=is_leaf)
+        return
+    if isinstance(data, (list, tuple)):
+        nodes: Iterable[Any] = data
     elif isinstance(data, Mapping):
-        for value in data.values():
-            yield from leaves(value, is_leaf=is_leaf)
+        nodes = data.values()
     elif dataclasses.is_dataclass(data) and not isinstance(data, type):
-        for field in dataclasses.fields(data):
-            if field.init:
-                yield from leaves(getattr(data, field.name), is_leaf=is_leaf)
+        nodes = [getattr(data, field.name) for field in dataclasses.fields(data) if field.init]
     else:
         yield data
+        return
+    for node in nodes:
+        yield from leaves(node, is_leaf=is_leaf)
 
 
 def merge_dicts(source: dict[str, Any], destination: dict[str, Any]) -> dict[str, Any]:

@@ -64,11 +64,8 @@ def explain_options(init: F) -> F:
 
 
 def explain_missing(module: str, name: str) -> Exception:
-    """Return the error that a module's `__getattr__` raises for a name that it does not have.
-
-    Names that similar libraries have are an ImportError, whose text an import statement shows; those of an
-    AttributeError it replaces by its own.
-    """
+    """Return the error that a module's `__getattr__` raises for a name that it does not have."""
+    # An import statement shows the text of an ImportError; that of an AttributeError it replaces by its own.
     if name in _NAMES:
         return ImportError(f"{module} has no {name!r}: {_NAMES[name]}", name=module)
     return AttributeError(f"module {module!r} has no attribute {name!r}")

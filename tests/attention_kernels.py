@@ -22,16 +22,13 @@ def _demand(*tensors: Tensor) -> None:
         assert x.dtype == tensors[0].dtype
 
 
+# What torch hands over behind these arguments, which the kernel of a CPU has no use for, is `unused`.
+
+
 def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *unused: Any,
     scale: float | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     assert query.dtype.itemsize == 2
     _demand(query, key, value)
     none = query.new_empty(0)
@@ -40,41 +37,18 @@ def _flash(
 
 
 def _flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor,
-    cum_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *unused: Any,
     scale: float | None = None,
-) -> tuple[Tensor, ...]:
+) -> Any:  # fmt: skip
     _demand(grad_out, query, key, value, out)
-    gradients: tuple[Tensor, ...] = _backward(
-        grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale=scale
-    )
-    return gradients
+    return _backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale=scale)
 
 
 def _efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, compute_log_sumexp: bool,
+    dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     assert attn_bias is None
     assert compute_log_sumexp
     assert query.dtype == torch.float32  # else flash is faster
@@ -85,36 +59,21 @@ def _efficient(
 
 
 def _efficient_backward(
-    grad_out_: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    dropout_p: float,
-    grad_input_mask: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, ...]:
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, attn_bias: Tensor | None, out: Tensor,
+    logsumexp: Tensor, philox_seed: Tensor, philox_offset: Tensor, dropout_p: float, grad_input_mask: list[bool],
+    is_causal: bool = False, *, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     assert attn_bias is None
     assert list(grad_input_mask) == [True, True, True, False]
-    _demand(grad_out_, query, key, value, out)
-    gradients = _backward(grad_out_, query, key, value, out, logsumexp, dropout_p, is_causal, scale=scale)
+    _demand(grad_out, query, key, value, out)
+    gradients = _backward(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale=scale)
     return *gradients, query.new_empty(0)
 
 
 def register_attention_kernels() -> torch.library.Library:
     """Give the CPU CUDA's kernels, for as long as what is returned is held."""
     library = torch.library.Library("aten", "IMPL")
-    for name, kernel in {
-        "flash_attention": _flash,
-        "flash_attention_backward": _flash_backward,
-        "efficient_attention": _efficient,
-        "efficient_attention_backward": _efficient_backward,
-    }.items():
-        library.impl(f"_scaled_dot_product_{name}", kernel, "CPU")
+    for kind, kernels in {"flash": (_flash, _flash_backward), "efficient": (_efficient, _efficient_backward)}.items():
+        for way, kernel in zip(("", "_backward"), kernels, strict=True):
+            library.impl(f"_scaled_dot_product_{kind}_attention{way}", kernel, "CPU")
     return library

@@ -37,18 +37,9 @@ hypothesis.settings.load_profile("untimed")
 
 # What a launcher sets: the tests must not depend on how pytest itself was started.
 _LAUNCHER_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "PMI_RANK",
-    "PMI_SIZE",
-    "CUDA_VISIBLE_DEVICES",
-)
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "PMI_RANK", "PMI_SIZE", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
 _LAUNCHER_PREFIXES = ("ACCELERATE_", "ACCEL_TRAINER_", "FSDP_", "OMPI_", "SLURM_", "TORCHELASTIC_")
 
 # Set by libraries while they are imported or warm up, whoever does so first.
@@ -63,15 +54,9 @@ _ALLOWED_VARIABLE_PREFIXES = ("TRITON_", "HYPOTHESIS_")
 
 # Daemon threads that live as long as the process and belong to a library, by the start of their name or their class.
 _ALLOWED_THREADS = (
-    "pytest_timeout",
-    "fsspecIO",
-    "asyncio_",
-    "checkpoint-heartbeat",
-    "QueueFeederThread",
-    "InductorSubproc",
-    "SubprocPool",
-    "TMonitor",
-)
+    "pytest_timeout", "fsspecIO", "asyncio_", "checkpoint-heartbeat", "QueueFeederThread", "InductorSubproc",
+    "SubprocPool", "TMonitor",
+)  # fmt: skip
 
 _ALLOWED_FILES = {".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "__pycache__"}
 
@@ -160,12 +145,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 _COMPILE = """
-from accel_trainer.integrations.deepspeed import extension_locks
+from accel_trainer.integrations.deepspeed import runtime
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
 # A lock that no process here holds is that of one that was killed: tests share the folder with no other machine.
-extension_locks._PATIENCE_SECONDS, extension_locks._ABANDONED_SECONDS = 2.0, 0.0
-with extension_locks.watch_locks():
+runtime._PATIENCE_SECONDS, runtime._ABANDONED_SECONDS = 2.0, 0.0
+with runtime.watch_locks():
     ShareMemCommBuilder().load()
 """
 
@@ -242,14 +227,10 @@ def _environment_leaks(before: dict[str, str]) -> list[str]:
 
 
 def _new_threads(before: set[threading.Thread]) -> set[threading.Thread]:
-    return {
-        thread
-        for thread in threading.enumerate()
-        if thread not in before
-        and not (
-            thread.daemon and (thread.name.startswith(_ALLOWED_THREADS) or type(thread).__name__ in _ALLOWED_THREADS)
-        )
-    }
+    def is_allowed(thread: threading.Thread) -> bool:
+        return thread.daemon and (thread.name.startswith(_ALLOWED_THREADS) or type(thread).__name__ in _ALLOWED_THREADS)
+
+    return {thread for thread in threading.enumerate() if thread not in before and not is_allowed(thread)}
 
 
 def _wait_until_gone(kind: str, find: Any) -> list[str]:

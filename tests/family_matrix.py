@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.mesh_loops import start
+from tests.loops import start
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
@@ -62,8 +62,20 @@ class Family(NamedTuple):
     """Of the weights; float64, with logits to 1e-12, where sums of float32 in another order are farther than 2e-6."""
 
 
+def _family(*shared: Mapping[str, Any], **own: Any) -> Family:
+    """Return a family by its sizes, shared ones and its own, and by what else a `Family` says."""
+    said = {name: own.pop(name) for name in Family._fields if name in own}
+    sizes = {name: value for each in shared for name, value in each.items()}
+    return Family({**sizes, **own}, **said)
+
+
 def _rope(*sections: int, **options: Any) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections), **options}
+    return {**_ROPE, "mrope_section": list(sections), **options}
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_SECTIONS: Mapping[str, Any] = {"rope_parameters": _rope(2, 1, 1)}
+_TOWER: Mapping[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
 
 
 _FULL: Mapping[str, Any] = {"num_key_value_heads": 4}
@@ -86,382 +98,234 @@ def _norms(prefix: str) -> dict[str, str]:
 _NO_PLAN = "declares no plan for tensor parallelism that names its modules"
 _UNNAMED = "and does not name .*, which has parameters beside them"
 
+_AS_THEY_ARE = (
+    "afmoe arcee aria_text cohere cohere2 cohere2_moe cwm ernie4_5 ernie4_5_moe eurobert exaone4 exaone_moe flex_olmo "
+    "gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_neox gpt_oss granite granite_docling_text granite_swa granitemoe "
+    "granitemoeshared helium hrm_text hunyuan_v1_moe hy_v3 hyperclovax inkling2_text inkling_text internlm3 "
+    "iquestcoder jais2 kolibri1 laguna llama llama4_text mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text "
+    "ministral ministral3 mistral mixtral muse_glimmer_text muse_spark_text nanochat nemotron nemotron_h olmo olmo2 "
+    "olmo3 olmoe phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 ultrabert "
+    "vaultgemma"
+)
+_OF_FULL_HEADS = (
+    "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa hy_v4 minicpm3 mistral_large4_text youtu"
+)
+_OF_SECTIONS = "cosmos3_edge_text glm4v_text glm_image_text glm_ocr_text qwen2_5_vl_text qwen2_vl_text"
+_OF_LINEAR_ATTENTION = "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next"
+
 FAMILIES: Mapping[str, Family] = {
-    "afmoe": Family(),
-    "apertus": Family(refused=_UNNAMED, given={"model.layers.*.mlp.act_fn": _SUM}),
-    "arcee": Family(),
-    "aria_text": Family(),
-    "axk1": Family(_FULL),
-    "axk2": Family(_FULL),
-    "bailing_hybrid": Family({**_FULL, **_MIXED, "num_expert_group": 1, "num_experts_per_token": 2}),
-    "beam": Family(_SPARSE),
-    "cohere": Family(),
-    "cohere2": Family(),
-    "cohere2_moe": Family(),
-    "cohere_compass_text": Family(
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            }
-        }
-    ),
-    "cosmos3_edge_text": Family({"rope_parameters": _rope(2, 1, 1)}),
-    "cwm": Family(),
-    "deepseek_ocr2_encoder": Family(model="DeepseekOcr2VisionEncoder", inputs="patches"),
-    "deepseek_ocr2_text": Family({**_FULL, **_SPARSE}, model="DeepseekOcr2TextModel"),
-    "deepseek_v2": Family(_FULL),
-    "deepseek_v3": Family(_FULL),
-    "deepseek_v32": Family(_FULL),
-    "deepseek_v4": Family({"mlp_layer_types": ["hash_moe", "moe"]}),
-    "diffusion_gemma_text": Family(
-        {**_SLIDING, "num_experts": 4, "top_k_experts": 2}, model="DiffusionGemmaEncoderTextModel"
-    ),
-    "doge": Family(
+    **dict.fromkeys(_AS_THEY_ARE.split(), _family()),
+    **dict.fromkeys(_OF_FULL_HEADS.split(), _family(_FULL)),
+    **dict.fromkeys(_OF_SECTIONS.split(), _family(_SECTIONS)),
+    **dict.fromkeys(_OF_LINEAR_ATTENTION.split(), _family(_MIXED)),
+    "apertus": _family(refused=_UNNAMED, given={"model.layers.*.mlp.act_fn": _SUM}),
+    "bailing_hybrid": _family(_FULL, _MIXED, num_expert_group=1, num_experts_per_token=2),
+    "beam": _family(_SPARSE),
+    "cohere_compass_text": _family(rope_parameters={"full_attention": _ROPE, "sliding_attention": _ROPE}),
+    "deepseek_ocr2_encoder": _family(model="DeepseekOcr2VisionEncoder", inputs="patches"),
+    "deepseek_ocr2_text": _family(_FULL, _SPARSE, model="DeepseekOcr2TextModel"),
+    "deepseek_v4": _family(mlp_layer_types=["hash_moe", "moe"]),
+    "diffusion_gemma_text": _family(_SLIDING, num_experts=4, top_k_experts=2, model="DiffusionGemmaEncoderTextModel"),
+    "doge": _family(
         refused=_UNNAMED, given=_attention("model.layers.*.self_attn") | {"model.layers.*.self_attn.dt_proj": _SPLIT}
     ),
-    "dots1": Family({"n_shared_experts": 1}),
-    "dots3_note_text": Family(
-        {
-            **_FULL,
-            **_SPARSE,
-            "layer_types": ["indexed_attention", "sliding_attention"],
-            "head_dim": 16,
-            "index_head_dim": 8,
-        }
+    "dots1": _family(n_shared_experts=1),
+    "dots3_note_text": _family(
+        _FULL, _SPARSE, layer_types=["indexed_attention", "sliding_attention"], head_dim=16, index_head_dim=8
     ),
-    "dots3_note_vision_encoder": Family(
-        {**_SPARSE, "adapter_in_dim": 32, "adapter_out_dim": 32}, "Dots3NoteVisionModel", "grid"
+    "dots3_note_vision_encoder": _family(
+        _SPARSE, adapter_in_dim=32, adapter_out_dim=32, model="Dots3NoteVisionModel", inputs="grid"
     ),
-    "embedding_gemma2_text": Family(
-        {
-            **_SLIDING,
-            "hidden_size_per_layer_input": 8,
-            "embedding_dim": 16,
-            "num_global_key_value_heads": 2,
-            "global_head_dim": 8,
-        }
+    "embedding_gemma2_text": _family(
+        _SLIDING, hidden_size_per_layer_input=8, embedding_dim=16, num_global_key_value_heads=2, global_head_dim=8
     ),
-    "ernie4_5": Family(),
-    "ernie4_5_moe": Family(),
-    "ernie4_5_vl_moe_text": Family(
-        {
-            **_SPARSE,
-            "rope_parameters": _rope(1, 1, 2),
-            "moe_intermediate_size": [32, 16],
-            "moe_k": 2,
-            "moe_num_experts": 4,
-        },
+    "ernie4_5_vl_moe_text": _family(
+        _SPARSE,
+        rope_parameters=_rope(1, 1, 2),
+        moe_intermediate_size=[32, 16],
+        moe_k=2,
+        moe_num_experts=4,
         model="Ernie4_5_VLMoeTextModel",
     ),
-    "ernie4_5_vl_moe_vision": Family(
-        {"depth": 2, "num_heads": 4}, "Ernie4_5_VLMoeVisionTransformerPretrainedModel", "hidden grid"
+    "ernie4_5_vl_moe_vision": _family(
+        depth=2, num_heads=4, model="Ernie4_5_VLMoeVisionTransformerPretrainedModel", inputs="hidden grid"
     ),
-    "esmc": Family(_FULL, refused=_UNNAMED, given=_attention("esmc.layers.*.self_attn")),
-    "eurobert": Family(),
-    "exaone4": Family(),
-    "exaone_moe": Family(),
-    "flex_olmo": Family(),
-    "flint": Family({"mlp_only_layers": [0]}),
-    "gemma": Family(),
-    "gemma2": Family(),
-    "gemma3_text": Family(),
-    "gemma3n_text": Family(
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-            "num_kv_shared_layers": 2,
-            "intermediate_size": [64, 64, 64, 64],
-            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-            "vocab_size_per_layer_input": 64,
-            "hidden_size_per_layer_input": 8,
-            "laurel_rank": 8,
-        },
+    "esmc": _family(_FULL, refused=_UNNAMED, given=_attention("esmc.layers.*.self_attn")),
+    "flint": _family(mlp_only_layers=[0]),
+    "gemma3n_text": _family(
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        num_kv_shared_layers=2,
+        intermediate_size=[64, 64, 64, 64],
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8,
+        laurel_rank=8,
         refused="keeps the largest activations of each layer",
-        given={
-            "model.layers.*.mlp.gate_proj": _JOIN,
-            "model.layers.*.mlp.up_proj": _JOIN,
-            "model.layers.*.mlp.down_proj": _SPLIT,
+        given={f"model.layers.*.mlp.{name}": _JOIN for name in ("gate_proj", "up_proj")}
+        | {"model.layers.*.mlp.down_proj": _SPLIT},
+    ),
+    "gemma4_text": _family(
+        _SLIDING,
+        num_experts=4,
+        top_k_experts=2,
+        enable_moe_block=True,
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8,
+        rope_parameters={
+            "sliding_attention": _ROPE,
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
         },
     ),
-    "gemma4_text": Family(
-        {
-            **_SLIDING,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "enable_moe_block": True,
-            "vocab_size_per_layer_input": 64,
-            "hidden_size_per_layer_input": 8,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
-            },
-        }
-    ),
-    "gemma4_unified_text": Family(_SLIDING),
-    "gemma4_vision": Family({**_FULL, "position_embedding_size": 16, "pooling_kernel_size": 2}, inputs="places"),
-    "glm": Family(),
-    "glm4": Family(),
-    "glm4_moe": Family(),
-    "glm4_moe_lite": Family(_FULL),
-    "glm4v_moe_text": Family(
-        {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [1, 1, 0],
-                "partial_rotary_factor": 0.5,
-            }
-        }
-    ),
-    "glm4v_text": Family({"rope_parameters": _rope(2, 1, 1)}),
-    "glm5_next_text": Family(
-        {
-            **_FULL,
-            **_SPARSE,
-            "layer_types": ["linear_attention", "indexed_attention"],
-            "qk_rope_head_dim": 0,
-            "head_dim": 0,
-            "index_topk": 16,
-            "index_head_dim": 8,
-        },
+    "gemma4_unified_text": _family(_SLIDING),
+    "gemma4_vision": _family(_FULL, position_embedding_size=16, pooling_kernel_size=2, inputs="places"),
+    "glm4v_moe_text": _family(rope_parameters=_rope(1, 1, 0, partial_rotary_factor=0.5)),
+    "glm5_next_text": _family(
+        _FULL,
+        _SPARSE,
+        layer_types=["linear_attention", "indexed_attention"],
+        qk_rope_head_dim=0,
+        head_dim=0,
+        index_topk=16,
+        index_head_dim=8,
         refused="as .rowwise., for this rank.s shard of its 32 inputs, and it is given all",
         given={"layers.0.self_attn.o_proj": _SPLIT},
     ),
-    "glm_image_text": Family({"rope_parameters": _rope(2, 1, 1)}),
-    "glm_moe_dsa": Family(_FULL),
-    "glm_ocr_text": Family({"rope_parameters": _rope(2, 1, 1)}),
-    "gpt_neox": Family(),
-    "gpt_oss": Family(),
-    "granite": Family(),
-    "granite4_vision_text": Family(model="Granite4VisionTextModel"),
-    "granite_docling_text": Family(),
-    "granite_swa": Family(),
-    "granitemoe": Family(),
-    "granitemoe_swa": Family(dtype=torch.float64),  # 2.5e-6 of the largest logit in float32
-    "granitemoehybrid": Family(
-        {
-            **_MIXED,
-            "mamba_n_heads": 8,
-            "mamba_d_head": 8,
-            "mamba_n_groups": 1,
-            "shared_intermediate_size": 32,
-            "mamba_d_state": 8,
-        }
+    "granite4_vision_text": _family(model="Granite4VisionTextModel"),
+    "granitemoe_swa": _family(dtype=torch.float64),  # 2.5e-6 of the largest logit in float32
+    "granitemoehybrid": _family(
+        _MIXED, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, shared_intermediate_size=32, mamba_d_state=8
     ),
-    "granitemoeshared": Family(),
-    "helium": Family(),
-    "higgs_audio_v2": Family({"num_codebooks": 2, "codebook_size": 16}),
-    "hrm_text": Family(),
-    "hunyuan_v1_moe": Family(),
-    "hy_v3": Family(),
-    "hy_v4": Family(_FULL),
-    "hyperclovax": Family(),
-    "inkling2_text": Family(),
-    "inkling_text": Family(),
-    "internlm3": Family(),
-    "iquestcoder": Family(),
-    "jais2": Family(),
-    "jamba": Family(
-        {
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "mamba_d_state": 8,
-            "mamba_dt_rank": 8,
-            "use_mamba_kernels": False,
-        }
+    "higgs_audio_v2": _family(num_codebooks=2, codebook_size=16),
+    "jamba": _family(
+        attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=8, use_mamba_kernels=False
     ),
-    "kimi_linear": Family(
-        {**_FULL, **_MIXED, **_SPARSE, "num_expert_group": 1, "num_experts_per_token": 2, "q_lora_rank": ...}
+    "kimi_linear": _family(_FULL, _MIXED, _SPARSE, num_expert_group=1, num_experts_per_token=2, q_lora_rank=...),
+    "lfm2_moe": _family(layer_types=["conv", "full_attention"], num_dense_layers=1),
+    "llama4": _family(
+        text_config="llama4_text", vision_config="llama4_vision_model", model="Llama4ForConditionalGeneration"
     ),
-    "kolibri1": Family(),
-    "laguna": Family(),
-    "lfm2_moe": Family({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
-    "llama": Family(),
-    "llama4": Family(
-        {"text_config": "llama4_text", "vision_config": "llama4_vision_model"}, "Llama4ForConditionalGeneration"
+    "llama4_vision_model": _family(
+        intermediate_size=128,
+        vision_output_dim=32,
+        projector_input_dim=32,
+        projector_output_dim=32,
+        model="Llama4VisionModel",
+        inputs="picture",
     ),
-    "llama4_text": Family(),
-    "llama4_vision_model": Family(
-        {"intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
-        "Llama4VisionModel",
-        "picture",
-    ),
-    "longcat_flash": Family(
+    "longcat_flash": _family(
         _FULL,
         refused="has .moe_identity_expert., and known are",
         given={
-            "model.layers.*.mlp.experts": "replicate",
-            "model.layers.*.mlp.experts.identity_expert": "replicate",
-            "model.layers.*.mlp.experts.gate_up_proj": "replicate",
-            "model.layers.*.mlp.experts.down_proj": "replicate",
+            f"model.layers.*.mlp.experts{name}": "replicate"
+            for name in ("", ".identity_expert", ".gate_up_proj", ".down_proj")
         },
     ),
-    "mellum": Family(),
-    "mimo_v2_flash": Family(),
-    "minicpm3": Family(_FULL),
-    "minimax": Family(),
-    "minimax_m2": Family(),
-    "minimax_m3_vl_text": Family(),
-    "ministral": Family(),
-    "ministral3": Family(),
-    "mistral": Family(),
-    "mistral4": Family(
-        {
-            **_FULL,
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-                "max_position_embeddings": 64,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale_all_dim": 1.0,
-                "mscale": 1.0,
-                "llama_4_scaling_beta": 0.1,
-                "partial_rotary_factor": 0.5,
-            },
-        }
-    ),
-    "mistral_large4_text": Family(_FULL),
-    "mixtral": Family(),
-    "muse_glimmer": Family(
-        {"text_config": "muse_glimmer_text", "vision_config": "muse_glimmer_vision"},
-        "MuseGlimmerForConditionalGeneration",
-    ),
-    "muse_glimmer_assistant": Family(
-        {"target_layer_ids": [0, 1], **_SLIDING}, inputs="draft", refused=_UNNAMED, given=_norms("layers.*.self_attn")
-    ),
-    "muse_glimmer_text": Family(),
-    "muse_glimmer_vision": Family(
-        {"pos_emb_height": 4, "pos_emb_width": 4, "layer_types": ["window_attention", "full_attention"]},
-        inputs="temporal grid",
-    ),
-    "muse_spark": Family(
-        {
-            "text_config": "muse_spark_text",
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 4,
-                "layer_types": ["full_attention"],
-            },
-            "audio_config": {"out_hidden_size": 32},
+    "mistral4": _family(
+        _FULL,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 0.5,
         },
-        "MuseSparkForConditionalGeneration",
     ),
-    "muse_spark_text": Family(),
-    "nanochat": Family(),
-    "nemotron": Family(),
-    "nemotron_h": Family(),
-    "neomme": Family(
-        {**_SLIDING, "embedding_rank": 8, "embedding_dim": 8, "patch_size": 4, "head_dim": 16},
+    "muse_glimmer": _family(
+        text_config="muse_glimmer_text",
+        vision_config="muse_glimmer_vision",
+        model="MuseGlimmerForConditionalGeneration",
+    ),
+    "muse_glimmer_assistant": _family(
+        _SLIDING, target_layer_ids=[0, 1], inputs="draft", refused=_UNNAMED, given=_norms("layers.*.self_attn")
+    ),
+    "muse_glimmer_vision": _family(
+        pos_emb_height=4, pos_emb_width=4, layer_types=["window_attention", "full_attention"], inputs="temporal grid"
+    ),
+    "muse_spark": _family(
+        text_config="muse_spark_text",
+        vision_config={**_TOWER, "num_hidden_layers": 1, "layer_types": ["full_attention"]},
+        audio_config={"out_hidden_size": 32},
+        model="MuseSparkForConditionalGeneration",
+    ),
+    "neomme": _family(
+        _SLIDING,
+        embedding_rank=8,
+        embedding_dim=8,
+        patch_size=4,
+        head_dim=16,
         refused=_UNNAMED,
         given=_attention("model.layers.*.self_attn", "output_projection.o_proj")
         | {"model.layers.*.self_attn.output_projection.gate_proj": _JOIN},
     ),
-    "olmo": Family(),
-    "olmo2": Family(),
-    "olmo3": Family(),
-    "olmo_hybrid": Family(_MIXED),
-    "olmoe": Family(),
-    "openai_privacy_filter": Family(refused=_NO_PLAN),
-    "paddleocr_vl_text": Family({"rope_parameters": _rope(2, 1, 1)}, model="PaddleOCRTextModel"),
-    "phi": Family(),
-    "phi3": Family(),
-    "phi4_multimodal": Family(
-        {
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 4,
-                "crop_size": 28,
-            },
-            "audio_config": {
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_attention_heads": 4,
-                "num_blocks": 1,
-                "ext_pw_out_channel": 32,
-                "depthwise_separable_out_channel": 32,
-                "nemo_conv_channels": 32,
-                "input_size": 80,
-            },
-        }
+    "openai_privacy_filter": _family(refused=_NO_PLAN),
+    "paddleocr_vl_text": _family(_SECTIONS, model="PaddleOCRTextModel"),
+    "phi4_multimodal": _family(
+        vision_config={**_TOWER, "num_hidden_layers": 1, "crop_size": 28},
+        audio_config={
+            **_TOWER,
+            "num_blocks": 1,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 32,
+            "input_size": 80,
+        },
     ),
-    "phimoe": Family(),
-    "qwen2": Family(),
-    "qwen2_5_omni_text": Family({"rope_parameters": _rope(2, 1, 1)}, model="Qwen2_5OmniThinkerTextModel"),
-    "qwen2_5_vl_text": Family({"rope_parameters": _rope(2, 1, 1)}),
-    "qwen2_moe": Family(),
-    "qwen2_vl_text": Family({"rope_parameters": _rope(2, 1, 1)}),
-    "qwen3": Family(),
-    "qwen3_5_moe_text": Family(_MIXED),
-    "qwen3_5_text": Family(_MIXED),
-    "qwen3_moe": Family(),
-    "qwen3_next": Family(_MIXED),
-    "qwen3_omni_moe_talker_code_predictor": Family(model="Qwen3OmniMoeTalkerCodePredictorModel", inputs="embedded"),
-    "qwen3_omni_moe_talker_text": Family(
-        {"shared_expert_intermediate_size": 32, "rope_parameters": _rope(2, 1, 1)},
-        "Qwen3OmniMoeTalkerModel",
-        "embedded",
+    "qwen2_5_omni_text": _family(_SECTIONS, model="Qwen2_5OmniThinkerTextModel"),
+    "qwen3_omni_moe_talker_code_predictor": _family(model="Qwen3OmniMoeTalkerCodePredictorModel", inputs="embedded"),
+    "qwen3_omni_moe_talker_text": _family(
+        _SECTIONS, shared_expert_intermediate_size=32, model="Qwen3OmniMoeTalkerModel", inputs="embedded"
     ),
-    "qwen3_omni_moe_text": Family(
-        {"rope_parameters": _rope(2, 1, 1)},
+    "qwen3_omni_moe_text": _family(
+        _SECTIONS,
         refused=_UNNAMED,
         given=_norms("layers.*.self_attn"),
         model="Qwen3OmniMoeThinkerTextModel",
     ),
-    "qwen3_vl_moe_text": Family(
-        {"rope_parameters": _rope(2, 1, 1)}, refused=_UNNAMED, given=_norms("layers.*.self_attn")
+    "qwen3_vl_moe_text": _family(_SECTIONS, refused=_UNNAMED, given=_norms("layers.*.self_attn")),
+    "qwen4_exp_text": _family(
+        layer_types=["linear_attention", "indexed_attention"],
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=8,
+        indexer_compress_ratio=2,
+        ple_layer_ids=[1],
+        ple_embed_dim=16,
+        ngram_vocab_size_base=50,
+        make_ngram_vocab_size_divisible_by=2,
+        split_ngram_parts=2,
+        heads_per_ngram=2,
+        hc_lowrank=8,
     ),
-    "qwen4_exp_text": Family(
-        {
-            "layer_types": ["linear_attention", "indexed_attention"],
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 8,
-            "indexer_budget": 8,
-            "indexer_compress_ratio": 2,
-            "ple_layer_ids": [1],
-            "ple_embed_dim": 16,
-            "ngram_vocab_size_base": 50,
-            "make_ngram_vocab_size_divisible_by": 2,
-            "split_ngram_parts": 2,
-            "heads_per_ngram": 2,
-            "hc_lowrank": 8,
-        }
-    ),
-    "seed_oss": Family(),
-    "smollm3": Family(),
-    "solar_open": Family(),
-    "starcoder2": Family(),
-    "step3p5": Family(_SPARSE, model="Step3p7TextModel"),
-    "t5_gemma_module": Family({**_SLIDING, "dropout_rate": 0.0}, "T5GemmaEncoder"),
-    "t5gemma2_decoder": Family(
-        {**_SLIDING, "dropout_rate": 0.0},
-        "T5Gemma2Decoder",
-        "decoding",
+    "step3p5": _family(_SPARSE, model="Step3p7TextModel"),
+    "t5_gemma_module": _family(_SLIDING, dropout_rate=0.0, model="T5GemmaEncoder"),
+    "t5gemma2_decoder": _family(
+        _SLIDING,
+        dropout_rate=0.0,
         refused="shards the rows of embed_tokens, .* with eoi_embedding beside its weight",
         given={"embed_tokens": "replicate"},
+        model="T5Gemma2Decoder",
+        inputs="decoding",
     ),
-    "t5gemma2_text": Family(
-        {**_SLIDING, "dropout_rate": 0.0},
-        "T5Gemma2TextEncoder",
+    "t5gemma2_text": _family(
+        _SLIDING,
+        dropout_rate=0.0,
         refused="shards the rows of embed_tokens, .* with eoi_embedding beside its weight",
         given={"embed_tokens": "replicate"},
+        model="T5Gemma2TextEncoder",
     ),
-    "ultrabert": Family(),
-    "unlimited_ocr_text": Family(_FULL, model="UnlimitedOcrTextModel"),
-    "vaultgemma": Family(),
-    "voxtral_realtime_text": Family(model="VoxtralRealtimeTextModel", inputs="conditioned"),
-    "youtu": Family(_FULL),
-    "zaya": Family({"num_experts_per_tok": 1}, refused=_NO_PLAN),
+    "unlimited_ocr_text": _family(_FULL, model="UnlimitedOcrTextModel"),
+    "voxtral_realtime_text": _family(model="VoxtralRealtimeTextModel", inputs="conditioned"),
+    "zaya": _family(num_experts_per_tok=1, refused=_NO_PLAN),
 }
 
 _EXACT_EXPERTS = (

@@ -82,7 +82,6 @@ def _flip_a_bit(path: Path) -> None:
 
 
 def fault_env(text: str) -> dict[str, str]:
-    """Return the variable by which ranks are told of faults."""
     return {VARIABLE: text}
 
 
@@ -119,7 +118,6 @@ _undo: list[Callable[[], None]] = []
 
 
 def remove_faults() -> None:
-    """Have no fault wait in this process any more."""
     set_fault_hook(None)
     while _undo:
         _undo.pop()()

@@ -79,7 +79,6 @@ class Case(NamedTuple):
 
 
 def cases(kinds: Iterable[str] = KINDS) -> Iterator[Case]:
-    """Yield the whole matrix."""
     return itertools.starmap(Case, itertools.product(kinds, PLACES, (0, 1), FRONTS, STRATEGIES))
 
 
@@ -97,7 +96,6 @@ class Fault:
 
     @property
     def checkpoint(self) -> str:
-        """The path to load from."""
         return str(self.folder.parent / str(_checkpoint_of(self.case)) / "checkpoint-2")
 
     def note_time(self) -> None:
@@ -318,7 +316,6 @@ def observe(case: Case, base: Path) -> Observed:
 
 
 def _checkpoint_of(case: Case) -> Case:
-    """Return the job whose checkpoint a case loads."""
     return Case("nan" if case.kind == "nan" else "none", "save", BOTH, case.front, case.strategy)
 
 

@@ -40,7 +40,6 @@ class Scenarios:
         self._timeout = timeout
 
     def add(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Register a function under its name. Decorator."""
         self._functions[function.__name__] = function
         return function
 

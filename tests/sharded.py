@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.loops import take_update
+from tests.strategy_configs import prepare_unit
+
 
 class Block(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
@@ -68,30 +71,34 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
-def prepare(model: nn.Module, precision: str = "no", loss_scale: Any = None, train: bool = True, **options: Any) -> Any:
+def prepare(
+    model: nn.Module,
+    precision: str = "no",
+    loss_scale: Any = None,
+    train: bool = True,
+    optimizer: Any = None,
+    **options: Any,
+) -> Any:
     """Lay a model out under FSDP2, with an optimizer unless told otherwise; return its unit."""
-    from accel_trainer.config import resolve
-    from accel_trainer.precision import build_precision
-    from accel_trainer.runtime.process import init_process, read_environment
-    from accel_trainer.strategies.api import TrainJob
-    from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy
-
-    process = init_process(read_environment(), timeout_seconds=60)
     policy = options.pop("policy", None)
     options.setdefault("wrap_classes", ("Block",))
-    explicit = {"strategy": "fsdp2"} | {f"fsdp.{name}": value for name, value in options.items()}
-    resolved = resolve(explicit=explicit, environ={})
-    job = TrainJob(model, [adamw(model)] if train else [], resolved, wrap_policy=policy, loss_scale=loss_scale)
-    return FSDP2Strategy().prepare(job, build_precision(precision, process.device), process)
+    asked = {"strategy": "fsdp2"} | {f"fsdp.{name}": value for name, value in options.items()}
+    optimizers = [optimizer] if optimizer else [adamw(model)] if train else []
+    return prepare_unit(asked, model, optimizers, precision, wrap_policy=policy, loss_scale=loss_scale)
+
+
+def loss_of(output: Any) -> Tensor:
+    return output["loss"] if isinstance(output, dict) else output
 
 
 def train(unit: Any, steps: int = 3) -> list[float]:
+    """Train on this rank's rows; return the losses of the whole batch."""
     losses = []
     for _ in range(steps):
-        loss = unit.model(own_rows())
+        loss = loss_of(unit.model(own_rows()))
         unit.backward(loss)
         unit.step()
         unit.zero_grad()
@@ -101,16 +108,9 @@ def train(unit: Any, steps: int = 3) -> list[float]:
     return losses
 
 
-def train_alone(model: nn.Module, steps: int = 3) -> list[float]:
-    optimizer = adamw(model)
-    losses = []
-    for _ in range(steps):
-        loss = model(batch())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def train_alone(model: nn.Module, steps: int = 3, optimizer: Any = None) -> list[float]:
+    optimizer = optimizer or adamw(model)
+    return [take_update(loss_of(model(batch())), optimizer).item() for _ in range(steps)]
 
 
 def full(tensor: Any) -> Tensor:

@@ -14,14 +14,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 ALONE = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 """Environment for `run_ranks` of a process that no launcher started."""
 
 
 def build() -> Path:
     """Return the compiled library, from a cache when this source was compiled for this release of torch before."""
-    import torch
-    from torch.utils import cpp_extension
+    from torch.utils import cpp_extension  # takes a while, and only who builds needs it
 
     source = Path(__file__).with_suffix(".cpp")
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
@@ -48,8 +49,6 @@ def install(name: str = "stand_in", *, keeps_parameters: bool = True) -> None:
         keeps_parameters: `Module.to()` keeps the parameters' objects, as for CUDA; else it makes new ones, as it does
             by itself for devices behind PrivateUse1.
     """
-    import torch
-
     torch.ops.load_library(build())
     torch.utils.rename_privateuse1_backend(name)
     torch._register_device_module(name, _Module(f"torch.{name}"))
@@ -61,8 +60,6 @@ class _Module(ModuleType):
     """What `torch.cuda` is for CUDA: a random stream of the device's own, and its memory."""
 
     def __init__(self, name: str) -> None:
-        import torch
-
         super().__init__(name)
         self._stream = torch.Generator().manual_seed(0)
 
@@ -76,8 +73,6 @@ class _Module(ModuleType):
         return False
 
     def current_device(self) -> int:
-        import torch
-
         return torch.accelerator.current_device_index()
 
     def device_count(self) -> int:
@@ -90,34 +85,22 @@ class _Module(ModuleType):
         return None
 
     def set_device(self, device: Any) -> None:
-        import torch
-
         torch.accelerator.set_device_index(device)
 
     def Stream(self, device: Any = None) -> Any:
         """Return a stream, in which copies come late, on the default device or another."""
-        import torch
-
         return torch.Stream(device=torch.accelerator.current_accelerator() if device is None else device)
 
     def stream(self, stream: Any) -> Any:
-        """Return a context in which work is enqueued in a stream."""
         return stream
 
     def current_stream(self, device: Any = None) -> Any:
-        import torch
-
         return torch.accelerator.current_stream(device)
 
     def get_amp_supported_dtype(self) -> list[Any]:
-        import torch
-
         return [torch.bfloat16, torch.float16]
 
     def draw(self) -> float:
-        """Return the next number of the device's random stream."""
-        import torch
-
         return torch.rand(1, generator=self._stream).item()
 
     def manual_seed_all(self, seed: int) -> None:

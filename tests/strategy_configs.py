@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from torch import nn
 
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
@@ -20,5 +22,24 @@ def config_of(strategy: str, micro_batch_size: int) -> dict[str, Any]:
 
 
 def marked(*strategies: str) -> list[Any]:
-    """Return parameters of a test, which skips those of DeepSpeed where it is not installed."""
     return [pytest.param(name, marks=needs_deepspeed if name.startswith("zero") else ()) for name in strategies]
+
+
+def prepare_unit(
+    options: Mapping[str, Any],
+    model: nn.Module,
+    optimizers: Sequence[Any],
+    precision: str = "no",
+    use_cpu: bool = False,
+    **job: Any,
+) -> Any:
+    """Prepare a model on this rank without the facade, with `options` such as "strategy"; return its unit."""
+    from accel_trainer.config import resolve
+    from accel_trainer.precision import build_precision
+    from accel_trainer.registry import load_strategy
+    from accel_trainer.runtime.process import init_process, read_environment
+    from accel_trainer.strategies.api import TrainJob
+
+    process = init_process(read_environment(), use_cpu=use_cpu, timeout_seconds=60)
+    made = TrainJob(model, optimizers, resolve(explicit=options, environ={}), **job)
+    return load_strategy(options["strategy"]).prepare(made, build_precision(precision, process.device), process)

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,33 +76,20 @@ def unpicklable() -> object:
     return lambda: None
 
 
-def test_results_come_back_by_rank() -> None:
-    assert run_ranks(sum_ranks, 2, 10.0, scale=3.0) == [Answer(0, 23.0), Answer(1, 23.0)]
+@pytest.mark.parametrize("agent_store", ["True", None], ids=["an agent has the store", "rank 0 has the store"])
+def test_results_come_back_by_rank(agent_store: str | None) -> None:
+    env = {"TORCHELASTIC_USE_AGENT_STORE": agent_store}
+    assert run_ranks(sum_ranks, 2, 10.0, scale=3.0, env=env) == [Answer(0, 23.0), Answer(1, 23.0)]
 
 
 def test_one_rank_is_a_process_group_too() -> None:
     assert run_ranks(sum_ranks, 1, 1.0) == [Answer(0, 1.0)]
 
 
-def test_rank_zero_hosts_the_store_without_an_agent() -> None:
-    assert [answer.total for answer in run_ranks(sum_ranks, 2, 1.0, env={"TORCHELASTIC_USE_AGENT_STORE": None})] == [
-        3.0,
-        3.0,
-    ]
-
-
 def test_each_rank_has_its_place_and_the_variables_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEEN_BY_RANKS", "yes")
-    names = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "OMP_NUM_THREADS",
-        "SEEN_BY_RANKS",
-        "EXTRA",
-    )
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    names += ("SEEN_BY_RANKS", "EXTRA")
     first, second = run_ranks(read_variables, 2, *names, env={"EXTRA": "1", "MASTER_ADDR": None})
     assert first == ["0", "0", "2", "2", None, "1", "yes", "1"]
     assert second == ["1", "1", "2", "2", None, "1", "yes", "1"]
@@ -122,64 +110,54 @@ def read_null() -> None:
     ctypes.string_at(0)
 
 
-def cpu_seconds() -> float:
-    """What this process has computed since it was forked."""
-    return time.process_time()
-
-
 def test_a_rank_costs_a_fraction_of_importing_torch() -> None:
-    # Not by the clock: the machine may be busy.
-    assert max(run_ranks(cpu_seconds, 2)) < 0.5
+    # What the process has computed since it was forked; not by the clock: the machine may be busy.
+    assert max(run_ranks(time.process_time, 2)) < 0.5
 
 
-def test_a_failing_rank_shows_its_traceback() -> None:
-    with pytest.raises(RankFailure, match="ValueError: boom on 1") as caught:
-        run_ranks(fail_on, 2, 1)
-    assert "in fail_on" in caught.value.failures[1]
+# By what is seen: the job, the message, and what each rank that failed has to say.
+FAILURES: dict[str, tuple[Any, int, tuple[Any, ...], dict[str, Any], str, dict[int, str]]] = {
+    "a failing rank shows its traceback": (
+        fail_on, 2, (1,), {}, "ValueError: boom on 1", {1: r"in fail_on"},
+    ),
+    "every failing rank is reported": (
+        os.strerror, 2, ("not a number",), {}, "2 of 2 ranks failed", {0: "TypeError", 1: "TypeError"},
+    ),
+    "ranks left alone by a failing one are ended soon and say where they were": (
+        wait_for_ever_unless, 2, (0,), {"grace_seconds": 0.5}, "boom",
+        {0: "boom", 1: r"was still running 0.5 s after another rank had failed(.|\n)* in wait_for_ever_unless"},
+    ),
+    "a dead rank is named": (
+        kill_self, 2, (1,), {}, r"rank 1 died without an answer: killed by signal 9 \(SIGKILL\)", {1: ""},
+    ),
+    "a crash shows where the rank was": (
+        read_null, 1, (), {}, r"rank 0 died without an answer: killed by signal 11 \(SIGSEGV\)",
+        {0: r"Segmentation fault(.|\n)* in read_null"},
+    ),
+    "a hanging rank is named with its stack": (
+        sleep_on, 2, (1,), {"timeout": 1.5}, r"rank 1 had not finished after 1\.5 s", {1: "in sleep_on"},
+    ),
+    "a stopped rank is named": (
+        sleep_on, 2, (0,), {"stop": True, "timeout": 1.5}, r"rank 0 had not finished after 1\.5 s", {0: "in sleep_on"},
+    ),
+    "a result that cannot travel is an error of its rank": (
+        unpicklable, 1, (), {}, "pickle", {0: ""},
+    ),
+}  # fmt: skip
 
 
-def test_every_failing_rank_is_reported() -> None:
-    with pytest.raises(RankFailure, match="2 of 2 ranks failed") as caught:
-        run_ranks(os.strerror, 2, "not a number")
-    assert all("TypeError" in caught.value.failures[rank] for rank in (0, 1))
-
-
-def test_ranks_left_alone_by_a_failing_one_are_ended_soon_and_say_where_they_were() -> None:
-    with pytest.raises(RankFailure, match="boom") as caught:
-        run_ranks(wait_for_ever_unless, 2, 0, grace_seconds=0.5)
-    assert "was still running 0.5 s after another rank had failed" in caught.value.failures[1]
-    assert "in wait_for_ever_unless" in caught.value.failures[1]
-
-
-def test_a_dead_rank_is_named() -> None:
-    with pytest.raises(RankFailure, match=r"rank 1 died without an answer: killed by signal 9 \(SIGKILL\)") as caught:
-        run_ranks(kill_self, 2, 1)
-    assert list(caught.value.failures) == [1]
-
-
-def test_a_crash_shows_where_the_rank_was() -> None:
-    with pytest.raises(RankFailure, match=r"rank 0 died without an answer: killed by signal 11 \(SIGSEGV\)") as caught:
-        run_ranks(read_null, 1)
-    assert re.search(r"Segmentation fault(.|\n)* in read_null", caught.value.failures[0])
-
-
-def test_a_hanging_rank_is_named_with_its_stack() -> None:
-    with pytest.raises(RankFailure, match=r"rank 1 had not finished after 1\.5 s") as caught:
-        run_ranks(sleep_on, 2, 1, timeout=1.5)
-    assert list(caught.value.failures) == [1]
-    assert "in sleep_on" in caught.value.failures[1]
-
-
-def test_a_stopped_rank_is_named() -> None:
-    with pytest.raises(RankFailure, match=r"rank 0 had not finished after 1\.5 s") as caught:
-        run_ranks(sleep_on, 2, 0, stop=True, timeout=1.5)
-    assert "in sleep_on" in caught.value.failures[0]
-
-
-def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
-    with pytest.raises(RankFailure, match="pickle") as caught:
-        run_ranks(unpicklable, 1)
-    assert list(caught.value.failures) == [0]
+@pytest.mark.parametrize(
+    ("function", "world_size", "args", "options", "message", "said"), FAILURES.values(), ids=FAILURES
+)
+def test_a_job_that_fails_says_which_ranks_and_why(
+    function: Any, world_size: int, args: Any, options: dict[str, Any], message: str, said: dict[int, str]
+) -> None:
+    with pytest.raises(RankFailure, match=message) as caught:
+        run_ranks(function, world_size, *args, **options)
+    # The rank that waits for the one of `fail_on` may break, too.
+    told = set(caught.value.failures) - ({0} if function is fail_on else set())
+    assert told == set(said)
+    assert all(re.search(words, caught.value.failures[rank]) for rank, words in said.items())
 
 
 def test_a_local_function_is_refused() -> None:

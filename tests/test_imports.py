@@ -15,7 +15,7 @@ pytestmark = pytest.mark.beside_accelerate
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("accel_trainer", "integrations", "fsdp_configs", "examples")
-FOUNDATIONS = ("errors", "logging", "registry", "tree")
+FOUNDATIONS = ("errors", "logging", "registry", "tree", "tracking")
 OPTIONAL = ("deepspeed", "torch_xla")
 
 # Imports the core, then everything. Prints what the core brought in, which of our modules asked for accelerate, what
@@ -73,7 +73,6 @@ print([name for name in hidden if name in sys.modules])
 
 
 def modules_of(package: str) -> list[str]:
-    """Return the modules of a package of accel_trainer by their import names."""
     folder = ROOT / "accel_trainer" / package
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(folder.rglob("*.py"))]
     return [name.removesuffix(".__init__") for name in names]
@@ -115,17 +114,16 @@ def imported() -> dict:
     return json.loads(finished.stdout.splitlines()[-1])
 
 
-def test_importing_the_package_loads_no_heavy_library():
-    assert loaded_after("accel_trainer") & {"torch", "numpy", "transformers", "datasets", "accelerate"} == set()
+LIGHT = {
+    "the package": ["accel_trainer"],
+    "foundations and config": [*(f"accel_trainer.{name}" for name in FOUNDATIONS), *modules_of("config")],
+    "the command line": ["accel_trainer.launch.cli"],
+}
 
 
-def test_foundations_and_config_load_no_torch():
-    modules = [f"accel_trainer.{name}" for name in (*FOUNDATIONS, "tracking")] + modules_of("config")
-    assert loaded_after(*modules) & {"torch", "numpy", "transformers", "accelerate"} == set()
-
-
-def test_the_command_line_loads_no_torch():
-    assert loaded_after("accel_trainer.launch.cli") & {"torch", "numpy", "transformers", "accelerate"} == set()
+@pytest.mark.parametrize("modules", LIGHT.values(), ids=LIGHT)
+def test_what_scripts_import_first_loads_no_heavy_library(modules: list[str]):
+    assert loaded_after(*modules) & {"torch", "numpy", "transformers", "datasets", "accelerate"} == set()
 
 
 @pytest.mark.parametrize("name", [name for name in accel_trainer.__all__ if name != "__version__"])
@@ -163,11 +161,8 @@ def test_every_module_can_be_imported(imported: dict):
     assert {"accel_trainer.integrations", "accel_trainer.fsdp_configs"} <= set(imported["names"])
 
 
-def test_importing_every_module_never_asks_for_accelerate(imported: dict):
-    assert [name for name in imported["asked"] if name.partition(".")[0] == "accel_trainer"] == []
-
-
 def test_accelerate_comes_in_only_when_another_library_asks_for_it(imported: dict):
+    assert [name for name in imported["asked"] if name.partition(".")[0] == "accel_trainer"] == []
     assert not imported["present"] or any(name.startswith("transformers") for name in imported["asked"])
 
 
@@ -182,19 +177,17 @@ def test_no_source_of_ours_imports_accelerate():
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "number"),
     [
-        "import accelerate",
-        "import os, accelerate.utils as u",
-        "def f():\n    from accelerate.state import PartialState",
-        "import importlib\nimportlib.import_module('accelerate.utils')",
-        "__import__('accelerate')",
+        ("import accelerate", 1),
+        ("import os, accelerate.utils as u", 1),
+        ("def f():\n    from accelerate.state import PartialState", 1),
+        ("import importlib\nimportlib.import_module('accelerate.utils')", 1),
+        ("__import__('accelerate')", 1),
+        ("import accel_trainer", 0),
+        ("from .accelerate import x", 0),
+        ("print('accelerate')", 0),
     ],
 )
-def test_the_scan_sees_every_way_of_importing_accelerate(source: str):
-    assert len(imports_of_accelerate(source)) == 1
-
-
-@pytest.mark.parametrize("source", ["import accel_trainer", "from .accelerate import x", "print('accelerate')"])
-def test_the_scan_lets_other_imports_pass(source: str):
-    assert imports_of_accelerate(source) == []
+def test_the_scan_sees_every_way_of_importing_accelerate_and_no_other(source: str, number: int):
+    assert len(imports_of_accelerate(source)) == number

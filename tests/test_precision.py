@@ -74,17 +74,16 @@ class Net(nn.Module):
 # --- policies ------------------------------------------------------------------------------------------------------
 
 
-def test_no_mixed_precision_leaves_every_dtype():
-    assert build_precision("no", CPU) == PrecisionPolicy(None, None, None, False)
-
-
-def test_bf16_computes_in_bf16_and_reduces_in_fp32():
-    assert PrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, False) == BF16
-
-
-def test_fp16_on_a_gpu_scales_the_loss():
-    policy = build_precision("fp16", torch.device("cuda"))
-    assert policy == PrecisionPolicy(torch.float16, torch.float32, torch.float32, True)
+@pytest.mark.parametrize(
+    ("name", "device", "policy"),
+    [
+        ("no", "cpu", PrecisionPolicy(None, None, None, False)),
+        ("bf16", "cpu", PrecisionPolicy(torch.bfloat16, torch.float32, torch.float32, False)),
+        ("fp16", "cuda", PrecisionPolicy(torch.float16, torch.float32, torch.float32, True)),
+    ],
+)
+def test_16_bits_reduce_in_fp32_and_fp16_scales_the_loss(name: str, device: str, policy: PrecisionPolicy):
+    assert build_precision(name, torch.device(device)) == policy
 
 
 def test_fp16_on_the_cpu_is_refused():
@@ -169,18 +168,14 @@ def bf16_model(model: nn.Module | None = None) -> nn.Module:
     return model
 
 
-def test_class_names_and_state_stay():
-    model = bf16_model()
-    assert type(model) is Net
-    assert list(model.state_dict()) == ["layer.weight", "layer.bias"]
-    assert [name for name, _ in model.named_modules()] == ["", "layer"]
-
-
-def test_the_signature_is_the_models():
+def test_class_names_state_and_signature_stay():
     model = Net()
     expected = inspect.signature(model.forward)
     assert inspect.signature(bf16_model(model).forward) == expected
     assert list(expected.parameters) == ["x", "labels", "flag"]
+    assert type(model) is Net
+    assert list(model.state_dict()) == ["layer.weight", "layer.bias"]
+    assert [name for name, _ in model.named_modules()] == ["", "layer"]
 
 
 def test_it_pickles():
@@ -202,23 +197,14 @@ def test_a_copys_forward_uses_the_copy():
     assert len(twin.seen) == 1
 
 
-def test_two_applications_do_not_stack():
+def test_two_applications_do_not_stack_and_removing_restores_the_class_forward():
     model = bf16_model()
     inner = model.forward
     apply_autocast(model, BF16)
     assert model.forward is inner
-
-
-def test_full_precision_puts_nothing_on():
-    model = Net()
-    apply_autocast(model, build_precision("no", CPU))
-    assert "forward" not in vars(model)
-
-
-def test_removing_restores_the_class_forward():
-    model = bf16_model()
     remove_autocast(model)
     remove_autocast(model)
+    apply_autocast(model, build_precision("no", CPU))  # puts nothing on
     assert "forward" not in vars(model)
     model(torch.ones(1, 4))
     assert model.seen == [torch.float32]

@@ -29,7 +29,6 @@ CONFIGURATION = {"strategy": "deepspeed", "use_cpu": True, "launch": {"num_proce
 
 
 def leaks(folder: Path) -> list[str]:
-    """The files that hold the canary."""
     return [str(path) for path in folder.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
 
 

@@ -110,6 +110,21 @@ class TokenDataset(Dataset):
         return self.rows[index]
 
 
+class Hearing(TrainerCallback):
+    """A callback that hears every event by one method, with its name."""
+
+    def hear(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+
+def _hear(event: str) -> Callable[..., None]:
+    return lambda self, *args, **kwargs: self.hear(event, *args, **kwargs)
+
+
+for _event in [name for name in dir(TrainerCallback) if name.startswith("on_")]:
+    setattr(Hearing, _event, _hear(_event))
+
+
 def build_model(kind: str = "llama", seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
     """Return a tiny model with fresh weights: llama, mixtral, gpt2 (tied), bert (classifier), t5 or t5gemma."""
     import transformers

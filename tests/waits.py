@@ -89,11 +89,9 @@ class WaitCounter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def counts_copies_to(self, device: Any) -> bool:
-        """Whether a copy from the host to a device would wait."""
         return device is not None and torch.device(device).type == self._on.type != "cpu"
 
     def note(self, what: str) -> None:
-        """Count a wait here."""
         self.found[f"{what} at {_call_site()}"] += 1
 
     def _read(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -167,11 +165,9 @@ class RecordedEvent:
         """Nothing is timed here."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
         return True
 
     def elapsed_time(self, _: RecordedEvent) -> float:
-        """Return no time."""
         return 0.0
 
 
@@ -182,17 +178,14 @@ class RecordedStream:
         self.name, self._log = name, log
 
     def record_event(self) -> RecordedEvent:
-        """Return a point in this stream."""
         self._log.append(f"{self.name} records")
         return RecordedEvent(self, self._log)
 
     def wait_event(self, event: RecordedEvent) -> None:
-        """Wait on the device."""
         assert event.stream is not None
         self._log.append(f"{self.name} waits for {event.stream.name}")
 
     def wait_stream(self, other: RecordedStream) -> None:
-        """Wait on the device."""
         self._log.append(f"{self.name} waits for {other.name}")
 
 
@@ -204,11 +197,9 @@ class RecordedStreams:
         self.current = RecordedStream("compute", self.log)
 
     def Stream(self, device: Any = None) -> RecordedStream:
-        """Return a new stream."""
         return RecordedStream("copy", self.log)
 
     def current_stream(self, device: Any = None) -> RecordedStream:
-        """Return the stream that work goes to."""
         return self.current
 
     @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from tests.strategy_configs import prepare_unit
 
 
 class Net(nn.Module):
@@ -61,25 +63,19 @@ def layout(stage: int, offload: bool = False, config: Any = None, **options: Any
 
 def unit_of(stage: int, config: Any) -> Any:
     """Return a unit, laid out without the facade: what it refuses on the CPU, the engine can do."""
-    from accel_trainer.config import resolve
-    from accel_trainer.integrations.deepspeed.strategy import DeepSpeedStrategy
-    from accel_trainer.precision import build_precision
-    from accel_trainer.runtime.process import init_process, read_environment
-    from accel_trainer.strategies.api import TrainJob
-
-    process = init_process(read_environment(), use_cpu=True, timeout_seconds=60)
-    resolved = resolve(explicit={"strategy": "deepspeed", "deepspeed": block(stage, **config)}, environ={})
     model = build()
-    job = TrainJob(model, [adamw(model)], resolved)
-    return DeepSpeedStrategy().prepare(job, build_precision("no", process.device), process)
+    asked = {"strategy": "deepspeed", "deepspeed": block(stage, **config)}
+    return prepare_unit(asked, model, [adamw(model)], use_cpu=True)
 
 
-def alone(change: Callable[[nn.Module], Any] = lambda model: None, steps: int = 3) -> list[Tensor]:
+def alone(
+    change: Callable[[nn.Module], Any] = lambda model: None, rows: Iterable[Tensor] | None = None
+) -> list[Tensor]:
     """Train in plain PyTorch on whole batches; `change` sees the model before each step. Return its parameters."""
     model = build()
     optimizer = adamw(model)
-    for step in range(steps):
-        model(batch(step)).backward()
+    for own in map(batch, range(3)) if rows is None else rows:
+        model(own).backward()
         change(model)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,24 +1,34 @@
-"""The optimizer that a training loop holds: a real torch Optimizer that steps when its accumulation window ends."""
+"""The optimizer of a training loop, which steps when its accumulation window ends, and a look at all ranks' updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accel_trainer.accelerator.accumulation import PreparedUnit
-from accel_trainer.accelerator.replica_check import UPDATES_PER_CHECK, ReplicaCheck
-from accel_trainer.errors import ConfigError
+from accel_trainer.accelerator.shared_state import Forwarded
+from accel_trainer.errors import ConfigError, DesyncError
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
-from accel_trainer.runtime.progress import PROGRESS
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.progress import PROGRESS, find_difference
+from accel_trainer.runtime.rank_watch import current_watch
+from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.tensor_trees import send_to_device
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.gradients import choose_samples, sample_sum
+from accel_trainer.strategies.optimizers import parameters_of
+
+UPDATES_PER_CHECK = 64
+"""Updates between two comparisons of the ranks."""
+
+__all__ = ["AcceleratedOptimizer", "move_to_device"]
 
 
 def describe_models(prepared: Sequence[PreparedUnit]) -> str:
@@ -34,6 +44,17 @@ def move_to_device(state: Any, device: str | torch.device) -> Any:
 def updates_in_backward(optimizer: Any) -> bool:
     """Whether an optimizer updates each parameter as soon as its gradient is there, as LOMO does."""
     return callable(getattr(optimizer, "fused_backward", None))
+
+
+class _OfWrapped(Forwarded[Any]):
+    """An attribute of the wrapped optimizer, which may be set."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"optimizer.{name}")
+        self._name = name
+
+    def __set__(self, instance: AcceleratedOptimizer, value: Any) -> None:
+        setattr(instance.optimizer, self._name, value)
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -61,39 +82,16 @@ class AcceleratedOptimizer(Optimizer):
         self._guard = guard
         self._replica_check = replica_check
 
-    @property
-    def state(self) -> Any:
-        """State by parameter."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups with their options."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Default options of new groups."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    state = _OfWrapped("state")
+    param_groups = _OfWrapped("param_groups")
+    defaults = _OfWrapped("defaults")
 
     @cached_property  # whose value an update reads without a call
     def samples(self) -> dict[Tensor, str]:
         """A few of the parameters, the same on all ranks, with their names in the models; one of no model has none."""
         models = [prepared.unit.module for prepared in self.prepared]
         names = {id(value): name for model in models for name, value in model.named_parameters()}
-        return {value: names.get(id(value), "") for value in choose_samples(self._parameters())}
+        return {value: names.get(id(value), "") for value in choose_samples(parameters_of(self))}
 
     @property
     def step_was_skipped(self) -> bool:
@@ -103,10 +101,7 @@ class AcceleratedOptimizer(Optimizer):
     @property
     def ends_window(self) -> bool:
         """Whether `step` acts now: the current micro-batch is the last of its accumulation window."""
-        for prepared in self.prepared:  # noqa: SIM110 - a generator costs more, and every step asks several times
-            if not prepared.window.is_last:
-                return False
-        return True
+        return all(prepared.window.is_last for prepared in self.prepared)
 
     @property
     def has_stepped(self) -> bool:
@@ -124,8 +119,7 @@ class AcceleratedOptimizer(Optimizer):
             ConfigError: it holds parameters of several models, and only some of their windows end.
         """
         if not self.ends_window:
-            if len(self.prepared) > 1:
-                self._require_one_window()
+            self._require_one_window()
             return None
         PROGRESS.updates += 1
         if self._has_updated:
@@ -154,13 +148,12 @@ class AcceleratedOptimizer(Optimizer):
 
     def _step_unit(self, unit: TrainUnit) -> None:
         guard = self._guard
-        is_late = guard is not None and guard.is_late
-        if guard is not None and not is_late and self._is_left_out(guard, unit):
+        if guard is not None and not guard.is_late and self._is_left_out(guard, unit):
             self._step_was_skipped = True
             return
         outcome = unit.step(optimizer=self.optimizer)
         self._step_was_skipped = not outcome.applied
-        if guard is not None and is_late:
+        if guard is not None and guard.is_late:
             guard.norm = outcome.grad_norm if outcome.applied else float("inf")
             guard.skips()
 
@@ -169,20 +162,12 @@ class AcceleratedOptimizer(Optimizer):
         if unit.local_replicas is not None and unit.local_replicas.is_apart:
             guard.drop()  # ranks have norms of their own: one alone would call the others, who do not come
             return False
-        if guard.norm is None:
-            self._take_norm(guard, unit)
+        if guard.norm is None:  # the loop has computed none
+            if guard.wants_sample and self.samples:
+                guard.take_sample(sample_sum(self.samples))
+            elif guard.wants_norm:
+                guard.norm = unit.clip_grad_norm(parameters_of(self), float("inf"))
         return guard.skips()
-
-    def _take_norm(self, guard: NonFiniteGuard, unit: TrainUnit) -> None:
-        """Compute the guard's sum of a few gradients, or their norm, where the loop has computed no norm."""
-        if guard.wants_sample and self.samples:
-            guard.take_sample(sample_sum(self.samples))
-            return
-        if guard.wants_norm:
-            guard.norm = unit.clip_grad_norm(self._parameters(), float("inf"))
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _require_one_window(self) -> None:
         if any(prepared.window.is_last for prepared in self.prepared):
@@ -194,24 +179,18 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients before a window's first backward or after its last; keep them in between."""
-        for prepared in self.prepared:
-            if prepared.window.num_steps > 1 and not prepared.may_drop_gradients:
-                return
+        if not all(prepared.may_drop_gradients for prepared in self.prepared):
+            return
         if not self.prepared:
             return self.optimizer.zero_grad(set_to_none)
         if self._guard is not None:
             self._guard.drop()
         for prepared in self.prepared:
-            if prepared.tokens is not None:
-                prepared.drop_tokens()
+            prepared.drop_tokens()
         self.prepared[0].unit.zero_grad(set_to_none, optimizer=self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters of the prepared models.
-
-        Raises:
-            ConfigError: the optimizer is an engine's, which has laid out its parameters.
-        """
+        """Add a group of parameters of the prepared models; a ConfigError where an engine has laid them out."""
         if any(prepared.unit.fixes_parameters for prepared in self.prepared):
             raise ConfigError(
                 f"{type(self.optimizer).__name__} is in an engine, which trains the parameters that it was built with; "
@@ -254,3 +233,90 @@ class AcceleratedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+class ReplicaCheck:
+    """The comparison of an Accelerator's ranks: at saves, and every 64 updates without a wait for anybody."""
+
+    def __init__(self, process: ProcessContext, *, has_replicas: bool) -> None:
+        self._process = process
+        self._has_replicas = has_replicas
+        """Whether every rank holds all weights, and steps them by itself."""
+        self._pending: tuple[int, dict[str, str], list[str], Tensor] | None = None
+
+    @classmethod
+    def of(cls, process: ProcessContext, *, has_replicas: bool) -> ReplicaCheck | None:
+        """Return the comparison of a job's ranks; None for one process, whose steps it would cost something."""
+        return cls(process, has_replicas=has_replicas) if process.is_distributed else None
+
+    def compare(self, optimizers: Iterable[AcceleratedOptimizer], loss_scale: float | None, section: str) -> None:
+        """Raise a DesyncError on every rank unless all have the same. Collective; waits for the device."""
+        facts = {"the number of updates": str(PROGRESS.updates)}
+        if loss_scale is not None:
+            facts["the loss scale"] = f"{loss_scale:g}"
+        for number, optimizer in enumerate(optimizers, 1):
+            facts |= _rates(optimizer, number)
+            names, sums = self._weights(optimizer)
+            facts |= _as_facts(names, sums)
+        if difference := find_difference(gather_or_raise(self._process, section, None, facts)):
+            _raise(f"{section}: {difference}. Nothing of it was saved")
+
+    def note_update(self, optimizer: AcceleratedOptimizer) -> None:
+        """Post this rank's facts before an update, those of an accelerator at the next time; raise what was found."""
+        watch = current_watch()
+        if watch is None:
+            return
+        if watch.facts.difference:
+            _raise(watch.facts.difference)
+        facts, (names, sums) = _rates(optimizer), self._weights(optimizer)
+        if sums is not None and sums.device.type != "cpu":
+            before, self._pending = self._pending, (PROGRESS.updates, facts, names, sums)
+            if before is None:
+                return
+            # Computed long ago: the device is not waited for.
+            update, facts, names, sums = before
+        else:
+            update = PROGRESS.updates
+        watch.facts.post(update, {**facts, **_as_facts(names, sums)})
+
+    def _weights(self, optimizer: AcceleratedOptimizer) -> tuple[list[str], Tensor | None]:
+        """Return names and sums of a few weights that all ranks hold, fp64; None without any."""
+        units = [prepared.unit for prepared in optimizer.prepared]
+        if not self._has_replicas or any(unit.local_replicas and unit.local_replicas.is_apart for unit in units):
+            return [], None
+        samples = {name: value for value, name in optimizer.samples.items() if name and not isinstance(value, DTensor)}
+        if not samples:
+            return [], None
+        sums = [value.detach().sum(dtype=torch.float64) for value in samples.values()]
+        return list(samples), torch.stack([each.to(sums[0].device) for each in sums])
+
+
+def _rates(optimizer: AcceleratedOptimizer, number: int = 1) -> dict[str, str]:
+    rates = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    # None where an optimizer finds its own, as Adafactor does; one on a device would be waited for.
+    known = [float(r) for r in rates if isinstance(r, int | float) or isinstance(r, Tensor) and r.device.type == "cpu"]
+    name = f"the learning rate of optimizer {number} ({type(optimizer.optimizer).__name__})"
+    return {name: ", ".join(f"{rate:g}" for rate in known)}
+
+
+def _as_facts(names: Sequence[str], sums: Tensor | None) -> dict[str, str]:
+    if sums is None:
+        return {}
+    # Other devices may round otherwise.
+    kind = _device_name(sums.device)
+    return {f"the sum of {name} ({kind})": repr(value) for name, value in zip(names, sums.tolist(), strict=True)}
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    read = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if read is None else str(read(device))
+
+
+def _raise(text: str) -> NoReturn:
+    raise DesyncError(
+        f"the ranks are out of step: {text}. Every rank makes each update, with the same learning rate, of the same "
+        "weights: look for a step under a condition that not all ranks meet, and for a collective that one leaves out "
+        "(debug=True finds it). Resume from an earlier checkpoint"
+    )

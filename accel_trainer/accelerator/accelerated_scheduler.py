@@ -11,12 +11,14 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from accel_trainer.accelerator.shared_state import Forwarded
 from accel_trainer.errors import IncompatibleCheckpointError
+
+__all__ = ["AcceleratedScheduler"]
 
 logger = logging.get_logger(__name__)
 
-_STEPS = "steps_per_update"
-"""Key of the state."""
+_STEPS = "steps_per_update"  # key of the state
 
 
 class AcceleratedScheduler(LRScheduler):
@@ -53,20 +55,11 @@ class AcceleratedScheduler(LRScheduler):
         if optimizer.optimizer is scheduled and optimizer not in self.optimizers:
             self.optimizers += (optimizer,)
 
-    @property
-    def optimizer(self) -> Optimizer:  # type: ignore[override]
-        """The optimizer whose learning rates are scheduled."""
-        return self.scheduler.optimizer
-
-    @property
-    def last_epoch(self) -> int:  # type: ignore[override]
-        """How many times the schedule has stepped."""
-        return self.scheduler.last_epoch
-
-    @property
-    def base_lrs(self) -> Any:  # type: ignore[override]
-        """Initial learning rates."""
-        return self.scheduler.base_lrs
+    optimizer = Forwarded[Optimizer]("scheduler.optimizer")
+    last_epoch = Forwarded[int]("scheduler.last_epoch")
+    """How many times the schedule has stepped."""
+    base_lrs = Forwarded[Any]("scheduler.base_lrs")
+    """Initial learning rates."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the schedule if the optimizer has just stepped; always with `step_scheduler_with_optimizer=False`."""
@@ -75,13 +68,9 @@ class AcceleratedScheduler(LRScheduler):
                 if not optimizer.has_stepped:
                     return
         self.scheduler.step(*args, **kwargs)
-        if self.steps_per_update > 1 and not (args or kwargs):
-            self._step_again()
-
-    def _step_again(self) -> None:
         # One that refuses to be stepped beyond its end: the last batches of an epoch may not reach all processes.
         bound = getattr(self.scheduler, "total_steps", None)
-        for _ in range(self.steps_per_update - 1):
+        for _ in range(0 if args or kwargs else self.steps_per_update - 1):
             if bound is None or self.scheduler.last_epoch < bound:
                 self.scheduler.step()
 
@@ -98,11 +87,7 @@ class AcceleratedScheduler(LRScheduler):
         return {**self.scheduler.state_dict(), _STEPS: self.steps_per_update}
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that was saved with other steps in an update, and cannot go on with those of this run.
-
-        Raises:
-            IncompatibleCheckpointError: a part of its length is in the state, and a part in this run's functions.
-        """
+        """Refuse a state that was saved with other steps in an update, and cannot go on with those of this run."""
         saved = state_dict.get(_STEPS, self.steps_per_update)
         if saved == self.steps_per_update or _holds_length(state_dict) == {True}:
             return
@@ -155,12 +140,10 @@ class AcceleratedScheduler(LRScheduler):
         # An epoch's last update may lack batches of some processes.
         if 0 <= self.last_epoch * num_processes - length <= max(num_processes, length // 50):
             logger.warning(
-                "a schedule of %d steps ends after %d, the updates of this run on %d processes: it seems to count a "
-                "step for each process, as accelerate does. Size it in updates (len(loader) after prepare()), or set "
-                "scheduler_steps=per_process (--scheduler_steps, ACCEL_TRAINER_SCHEDULER_STEPS, or the file)",
-                length,
-                self.last_epoch,
-                num_processes,
+                f"a schedule of {length} steps ends after {self.last_epoch}, the updates of this run on "
+                f"{num_processes} processes: it seems to count a step for each process, as accelerate does. Size it in "
+                "updates (len(loader) after prepare()), or set scheduler_steps=per_process (--scheduler_steps, "
+                "ACCEL_TRAINER_SCHEDULER_STEPS, or the file)"
             )
 
 
@@ -169,10 +152,8 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
 
 
 def _holds_length(state: Mapping[str, Any]) -> set[bool]:
-    """Whether a schedule's state brings its length along, for each schedule that it is made of.
-
-    The functions of a LambdaLR stay outside, but for the attributes of callable objects.
-    """
+    """Whether a schedule's state brings its length along, for each schedule that it is made of."""
+    # The functions of a LambdaLR stay outside of it, but for the attributes of callable objects.
     if nested := state.get("_schedulers"):
         return set().union(*map(_holds_length, nested))
     return {bool(each) for each in state["lr_lambdas"]} if "lr_lambdas" in state else {True}

@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from accel_trainer import logging
+from accel_trainer.accelerator.accelerated_optimizer import ReplicaCheck
 from accel_trainer.accelerator.checkpointing import SAVED_STATES, AcceleratorCheckpointing, RegisteredState
 from accel_trainer.accelerator.gathering import AcceleratorGathering
 from accel_trainer.accelerator.options import AcceleratorOptions, build_strategy, keep_global_batch, resolve_options
-from accel_trainer.accelerator.prepared import Prepared
+from accel_trainer.accelerator.prepared import Prepared, extract_model_from_parallel
 from accel_trainer.accelerator.preparing import AcceleratorPreparing
-from accel_trainer.accelerator.replica_check import ReplicaCheck
 from accel_trainer.accelerator.settings import PassStart
 from accel_trainer.accelerator.shared_state import (
     AcceleratorState,
     DistributedType,
+    Forwarded,
     GradientState,
     stated_waits,
 )
 from accel_trainer.accelerator.stepping import AcceleratorStepping
 from accel_trainer.accelerator.trackers import AcceleratorTracking, TrackerChoice, Trackers
-from accel_trainer.accelerator.unwrapping import extract_model_from_parallel
 from accel_trainer.checkpoint.checkpointer import Checkpointer
 from accel_trainer.config import MixedPrecision, Resolved, SchedulerSteps
 from accel_trainer.config.parallel import axis_sizes
@@ -48,7 +48,7 @@ from accel_trainer.runtime.memory import register_memory_owner
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import init_process, read_environment
 from accel_trainer.runtime.rng import check_rng_types
-from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.unsupported import explain_options
 
 logger = logging.get_logger(__name__)
@@ -63,8 +63,7 @@ class Accelerator(
 ):
     """Runs a plain PyTorch loop on one process or many, with the strategy of the configuration.
 
-    Make one as early as possible, on every rank; it joins the job that a launcher started. Two Accelerators share
-    nothing but the process group.
+    Made first, on every rank; it joins the job that a launcher started. Two share nothing but the process group.
     """
 
     @explain_options
@@ -104,14 +103,12 @@ class Accelerator(
             device_placement: whether models and batches are moved to this rank's device.
             gradient_accumulation_steps: micro-batches per update.
             cpu: run on the CPU although an accelerator is there.
-            deepspeed_plugin: one plugin; several by name: `deepspeed_plugins`, the first is in use.
-            project_dir: where states are saved; also a field of `project_config`.
+            deepspeed_plugins: by name; the first is in use.
             rng_types: streams of random numbers that are set to rank 0's whenever a pass over a prepared loader begins:
                 "torch" (the CPU's) or a kind of device, "cuda" for instance. The order of samples needs none of them.
             log_with: trackers for `init_trackers` to open: names ("tensorboard", "wandb", "mlflow", "trackio"), "all"
                 for those that are installed, or objects of one's own.
             strategy: "auto", "single", "ddp", "fsdp2" or another registered name.
-            parallelism_config: sizes of the axes of the mesh, whose product is the number of processes.
             config: a configuration file (YAML or JSON), the name of a packaged one, a dict, or a resolved one.
 
         Raises:
@@ -236,10 +233,9 @@ class Accelerator(
         self.config = self.resolved.config
 
     def reconfigure(self, resolved: Resolved) -> None:
-        """Prepare models by another configuration from now on; its strategy and its precision are the same.
+        """Prepare models by another configuration, of the same strategy and precision, from now on.
 
-        For loops that learn late the values that an engine's own configuration leaves open, the number of updates for
-        instance.
+        For loops that learn late what an engine's own configuration leaves open, the number of updates for instance.
         """
         self.resolved, self.config = resolved, resolved.config
 
@@ -247,10 +243,8 @@ class Accelerator(
         """Whether this Accelerator has prepared a model, and not let go of it since."""
         return self._prepared.find(model) is not None
 
-    @property
-    def distributed_type(self) -> DistributedType:
-        """Kind of distributed setup; FSDP stays FSDP on the CPU."""
-        return self.state.distributed_type
+    distributed_type = Forwarded[DistributedType]("state.distributed_type")
+    """Kind of distributed setup; FSDP stays FSDP on the CPU."""
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -258,30 +252,20 @@ class Accelerator(
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     def whole_models(self) -> AbstractContextManager[None]:
-        """Context in which models of transformers are built unsharded, under ZeRO-3 too. Not collective.
-
-        For a rank that loads a model alone: a model that is sharded while it is built is built by all ranks together.
-        """
+        """Context in which a rank alone builds models of transformers unsharded, under ZeRO-3 too. Not collective."""
         return self.strategy.building(in_pieces=False)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's own model; a model that was never wrapped is returned as it is.
-
-        Args:
-            keep_fp32_wrapper: false also takes off mixed precision.
-        """
+        """Return the user's own model, without `keep_fp32_wrapper` also without mixed precision."""
         found = self._prepared.find(model)
         return extract_model_from_parallel(
             model if found is None else found.unit.module, keep_fp32_wrapper, keep_torch_compile
         )
 
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
-        """Release everything prepared; return as many None as objects were given, to assign over them.
-
-        An engine that refers to its model by itself (DeepSpeed's) is taken off it. Every rank calls this.
-        """
+        """Release everything prepared; return a None for each object. Collective: an engine is taken off its model."""
         self._prepared.clear()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()

@@ -1,4 +1,4 @@
-"""Accumulation windows: their micro-batches, the divisor of losses, the unit whose gradients they hold, their state."""
+"""Accumulation windows: micro-batches, divisors and tokens of losses, the unit whose gradients they hold, state."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from accel_trainer import logging
-from accel_trainer.accelerator.token_mean import TokenWindow
 from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
@@ -46,12 +47,7 @@ class AccumulationWindow:
             raise ConfigError(f"gradient_accumulation_steps={self.num_steps} must be 1 or more")
 
     def advance(self, remaining: int | None, ends_data: bool) -> None:
-        """Begin a micro-batch.
-
-        Args:
-            remaining: batches the loader still has, the current one included; None when it is not known.
-            ends_data: whether the current batch is the loader's last.
-        """
+        """Begin a micro-batch; `remaining` batches of the loader include it, None when their number is not known."""
         self.held = 1 if self.is_last else self.held + 1
         if self.num_steps == 1:
             self.divisor, self.is_last = 1, True
@@ -77,6 +73,117 @@ class AccumulationWindow:
         return self.divisor / self.held if self.is_last and self.held else 1.0
 
 
+class TokenWindow:
+    """The tokens that the losses of one accumulation window were summed over.
+
+    Their number is known when the window ends, after most of its backwards. Until then, losses are divided by a
+    provisional divisor that is the same on every rank: a power of two near the last window's number, so that dividing
+    rounds nothing. At the end the gradients are multiplied by divisor / number. Both are tensors: nothing waits for
+    the device.
+    """
+
+    def __init__(self, process: ProcessContext) -> None:
+        self._process = process
+        self._divisor: Tensor | None = None
+        """Of the open window, or of the next one; None before the first."""
+        self._pending: Tensor | None = None
+        """Tokens of a loss that waits for its backward."""
+        self._count: Tensor | None = None
+        """Tokens, on this rank, of the losses whose gradients the window holds."""
+        self._num_losses = 0
+        self._num_others = 0
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether the next backward gets a loss that `add` was called for."""
+        return self._pending is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the window holds gradients of such losses."""
+        return self._count is not None
+
+    def provisional_divisor(self, num_tokens: Tensor, num_steps: int) -> Tensor:
+        """Return the divisor of the window's losses: scalar, fp32. Collective for the very first window."""
+        if self._divisor is None:
+            self._divisor = _power_of_two(self._over_ranks(num_tokens) * num_steps)
+        return self._divisor
+
+    def add(self, num_tokens: Tensor, divisor: Tensor) -> None:
+        """Count a loss that its backward follows."""
+        if self.is_open and divisor is not self._divisor:
+            raise ConfigError(
+                "global_token_mean() was called for other models than before in this accumulation window; models that "
+                "share a loss have to share the window: pass all of them to accumulate() each time"
+            )
+        self._divisor = divisor
+        self._pending = num_tokens if self._pending is None else self._pending + num_tokens
+
+    def take_backward(self) -> None:
+        """Note a backward: the gradients of the loss that waited for it are in the window now."""
+        if self._pending is None:
+            self._num_others += 1
+            return
+        self._num_losses += 1
+        self._count = self._pending if self._count is None else self._count + self._pending
+        self._pending = None
+
+    def drop(self) -> None:
+        """Forget the window's counts: its gradients are dropped."""
+        self._count = None
+        self._num_losses = self._num_others = 0
+
+    def begin(self) -> None:
+        """Begin a window; one that nobody used is forgotten."""
+        self._pending = None
+        self.drop()
+
+    def close(self) -> Tensor:
+        """End the window; return the factor for its gradients: scalar, fp32. Collective: one all-reduce of a number."""
+        assert self._count is not None
+        assert self._divisor is not None
+        if self._num_others:
+            raise ConfigError(
+                f"{self._num_losses} of {self._num_losses + self._num_others} losses of this accumulation window came "
+                "from global_token_mean(); their gradients are divided by the number of tokens, the others are not: "
+                "pass all of them through it, summed over tokens"
+            )
+        total = self._over_ranks(self._count).clamp(min=1)
+        factor = self._divisor / total
+        self._divisor = _power_of_two(total)
+        self.drop()
+        return factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts of an open window on this rank."""
+        return {
+            "stand_in": self._divisor,
+            "count": self._count,
+            "losses": self._num_losses,
+            "others": self._num_others,
+        }
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]], *, is_own: bool) -> None:
+        """Take the window of this rank, or those of all ranks of another job, whose tokens rank 0 counts."""
+        first = states[0]
+        self._divisor, self._pending = first["stand_in"], None
+        self._num_losses, self._num_others = first["losses"], first["others"]
+        counts = [state["count"] for state in states if state["count"] is not None]
+        self._count = sum(counts[1:], counts[0]) if counts else None
+        if self._count is not None and not is_own and not self._process.is_main:
+            self._count = torch.zeros_like(self._count)
+
+    def _over_ranks(self, num_tokens: Tensor) -> Tensor:
+        total = num_tokens.clone()
+        if self._process.is_distributed:
+            dist.all_reduce(total, group=self._process.group)
+        return total
+
+
+def _power_of_two(number: Tensor) -> Tensor:
+    return torch.exp2(torch.floor(torch.log2(number.clamp(min=1).to(torch.float32))))
+
+
 @dataclass(slots=True, eq=False)
 class PreparedUnit:
     """A unit of the strategy, in its accumulation window."""
@@ -97,11 +204,8 @@ class PreparedUnit:
 
     @property
     def may_drop_gradients(self) -> bool:
-        """Whether zeroing gradients now loses none that the window still needs.
-
-        Loops zero either before the forward or after the step: on the first micro-batch before its backward, or on the
-        last one after it.
-        """
+        """Whether zeroing gradients now loses none that the window still needs."""
+        # Loops zero before the forward or after the step: of a window's first micro-batch, or of its last.
         window = self.window
         if window.num_steps == 1 or window.held == 0:
             return True
@@ -115,20 +219,14 @@ class PreparedUnit:
             self.corrected &= not self.tokens.is_open
 
     def drop_tokens(self) -> None:
-        """Forget the tokens of gradients that one of the optimizers is about to drop.
-
-        The other optimizers of the model may still step with theirs, which are scaled to the mean before.
-        """
+        """Forget the tokens of gradients that one of the optimizers is about to drop."""
         if self.tokens is not None:
             if self.tokens.is_open and len(self.unit.optimizers) > 1:
-                self.finish_window()
+                self.finish_window()  # the others may still step with theirs
             self.tokens.drop()
 
     def finish_window(self) -> None:
-        """Scale the gradients to the mean over the window's micro-batches; once, before they are used.
-
-        Collective where losses were weighed by tokens.
-        """
+        """Scale the gradients, once, to the mean over the window's micro-batches. Collective if weighed by tokens."""
         if self.tokens is not None and self.tokens.is_open:
             self.unit.scale_gradients(self.tokens.close())
             self.corrected = True
@@ -147,12 +245,7 @@ class OpenWindows:
     """The accumulation windows of the prepared models, for `save_state` and `load_state`."""
 
     def __init__(
-        self,
-        prepared: Sequence[PreparedUnit],
-        process: ProcessContext,
-        readers: ProcessContext,
-        *,
-        is_sharded: bool,
+        self, prepared: Sequence[PreparedUnit], process: ProcessContext, readers: ProcessContext, *, is_sharded: bool
     ) -> None:
         self._prepared = prepared
         self._process = process
@@ -160,10 +253,7 @@ class OpenWindows:
         self._is_sharded = is_sharded
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return this rank's gradients of the windows that are open; None where all are closed.
-
-        Collective where parameters are sharded.
-        """
+        """Return this rank's gradients of open windows; None if all are closed. Collective where they are sharded."""
         if not any(prepared.window.is_open for prepared in self._prepared):
             return None
         return {"units": [_save(prepared) for prepared in self._prepared], "reader": self._readers.rank}
@@ -171,20 +261,18 @@ class OpenWindows:
     def plan_load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> Callable[[], None]:
         """Check that saved windows fit, and return a function that opens them; one that closes all without a reader.
 
-        Ranks do not communicate.
-
-        Args:
-            read: returns the saved state of a rank.
-            num_ranks: how many ranks there were.
-
-        Raises:
-            IncompatibleCheckpointError: windows have another size in this run, and none of its micro-batches ends
-                where the state was saved.
+        Ranks do not communicate. `read` returns the saved state of one of the `num_ranks` ranks that there were.
         """
-        if read is not None:
-            for prepared, saved in zip(self._prepared, read(0)["units"], strict=True):
-                if saved is not None:
-                    _check_size(prepared, saved)
+        if read is None:
+            return partial(self._load, read, num_ranks)
+        for prepared, saved in zip(self._prepared, read(0)["units"], strict=True):
+            num_steps = prepared.window.num_steps
+            if saved is not None and saved["held"] * num_steps % saved["num_steps"]:
+                raise IncompatibleCheckpointError(
+                    f"the state was saved after {saved['held']} of {saved['num_steps']} micro-batches of an update, "
+                    f"and this run takes {num_steps} for one: none of them ends there. Use "
+                    f"gradient_accumulation_steps={saved['num_steps']}, or save where sync_gradients is true"
+                )
         return partial(self._load, read, num_ranks)
 
     def _load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> None:
@@ -211,11 +299,10 @@ def _save(prepared: PreparedUnit) -> dict[str, Any] | None:
     held = prepared.unit.held_gradients()
     if held is None:
         logger.warning(
-            "the state is saved after %d of %d micro-batches of an update, and the engine of %s keeps their gradients "
-            "to itself: a run that goes on from it begins an update with its first batch. Save where sync_gradients is "
-            "true",
-            window.held, window.num_steps, type(prepared.unit.module).__name__,
-        )  # fmt: skip
+            f"the state is saved after {window.held} of {window.num_steps} micro-batches of an update, and the engine "
+            f"of {type(prepared.unit.module).__name__} keeps their gradients to itself: a run that goes on from it "
+            "begins an update with its first batch. Save where sync_gradients is true"
+        )
         return None
     return {
         "held": window.held,
@@ -225,15 +312,6 @@ def _save(prepared: PreparedUnit) -> dict[str, Any] | None:
         "gradients": held.by_name,
         "tokens": None if prepared.tokens is None else prepared.tokens.state_dict(),
     }
-
-
-def _check_size(prepared: PreparedUnit, saved: Mapping[str, Any]) -> None:
-    if saved["held"] * prepared.window.num_steps % saved["num_steps"]:
-        raise IncompatibleCheckpointError(
-            f"the state was saved after {saved['held']} of {saved['num_steps']} micro-batches of an update, and this "
-            f"run takes {prepared.window.num_steps} for one: none of them ends there. Use "
-            f"gradient_accumulation_steps={saved['num_steps']}, or save where sync_gradients is true"
-        )
 
 
 def _open(prepared: PreparedUnit, states: Sequence[Mapping[str, Any]]) -> None:
@@ -258,13 +336,9 @@ def _open(prepared: PreparedUnit, states: Sequence[Mapping[str, Any]]) -> None:
 
 def _sum(stored: Sequence[Stored], weight: float, box: Box) -> Tensor:
     """Return the weighed sum of the gradients in a box."""
-    total: Tensor | None = None
-    for each in stored:
-        values = each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each(box)
-        values = values if weight == 1.0 else values * weight
-        total = values if total is None else total + values
-    assert total is not None
-    return total
+    values = (each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each(box) for each in stored)
+    first, *rest = (value if weight == 1.0 else value * weight for value in values)
+    return sum(rest, first)
 
 
 def _close(prepared: PreparedUnit) -> None:

@@ -19,7 +19,7 @@ from accel_trainer.accelerator.accumulation import OpenWindows, PreparedUnit
 from accel_trainer.accelerator.options import set_options
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.accelerator.single_files import save
-from accel_trainer.big_models.offloaded_state import is_offloaded, lazy_state_dict
+from accel_trainer.big_models.dispatch import is_offloaded, lazy_state_dict
 from accel_trainer.checkpoint.changed_run import UpdateBatch, UpdateBatchChange, describe_changes
 from accel_trainer.checkpoint.checkpointer import SaveJob
 from accel_trainer.checkpoint.disk import as_corrupt

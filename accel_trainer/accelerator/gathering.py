@@ -44,9 +44,8 @@ class AcceleratorGathering(AcceleratorSettings):
         if is_uneven and pad_index is None and not as_samples:
             # A value that a rank computed from its batch has as many rows as that batch.
             return gather_unknown_rows(tensor, self.process)
-        return collectives.gather(
-            tensor, self.process, debug=self.config.debug, pad_index=pad_index, as_samples=as_samples
-        )
+        debug = self.config.debug
+        return collectives.gather(tensor, self.process, debug=debug, pad_index=pad_index, as_samples=as_samples)
 
     def gather_object(self, item: Any) -> Any:
         """Collect any picklable object from all ranks. Collective."""
@@ -64,13 +63,11 @@ class AcceleratorGathering(AcceleratorSettings):
 
         Which rows are padding is known to the prepared loader that is being iterated; outside of a loop everything is
         kept. A value that is repeated for each sample of a full batch, `loss.repeat(batch_size)`, counts once for each
-        sample of a short one, too. Tensors of unequal shapes, logits of sequences of different lengths for instance,
-        have to be declared by one of the last two arguments; it costs an exchange of shapes.
+        sample of a short one, too. Tensors of unequal shapes have to be declared by `pad_index` or `as_samples`, as of
+        `gather`; it costs an exchange of shapes.
 
         Args:
             use_gather_object: take lists and mappings of any picklable values, one for each sample.
-            pad_index: fill other dimensions than the first with this value, up to the largest size over the ranks.
-            as_samples: return a list in the place of each tensor: one tensor for each sample, in the shape it had.
 
         Raises:
             ConfigError: arguments that exclude each other, or a tensor without the rows of an uneven step.
@@ -114,10 +111,7 @@ class AcceleratorGathering(AcceleratorSettings):
         self._is_triggered = True
 
     def check_trigger(self) -> bool:
-        """Return whether any rank has raised its flag since the last check, and lower all flags.
-
-        Collective: every rank calls it. It costs one all-reduce of a number, so that ranks stop a loop at one step.
-        """
+        """Return whether any rank has raised its flag since the last check, and lower all flags. Collective."""
         flag = torch.tensor(int(self._is_triggered), dtype=torch.int32, device=self.process.device)
         self._is_triggered = False
         return bool(collectives.reduce(flag, self.process, reduction=ReduceOp.MAX).item())
@@ -195,16 +189,15 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
     if generator is None and rng_type is None:
         raise ConfigError("synchronize_rng_state got neither rng_type nor generator; give one of them")
     if generator is None:
-        return synchronize_rng_states([rng_type or ""])
-    if process.is_distributed:
+        synchronize_rng_states([rng_type or ""])
+    elif process.is_distributed:
         generator.set_state(collectives.broadcast_object(generator.get_state(), process))
 
 
 def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
-    """Set random streams of this process to those of rank 0: "torch" (the CPU's), or a kind of device. Collective.
+    """Set random streams of this process to those of rank 0: "torch" (the CPU's), a kind of device, or "generator".
 
-    Args:
-        generator: of "generator", the one that is set; nothing is done for it without one.
+    Collective. The last one is the stream of `generator`; nothing is done for it without one.
 
     Raises:
         ConfigError: a stream is none that the ranks have.
@@ -227,13 +220,7 @@ def GatheredParameters(  # the name that users of DeepSpeed know
 ) -> AbstractContextManager[Any]:
     """Return the context in which parameters that ZeRO-3 has partitioned are full; an empty one for all others.
 
-    Collective for partitioned parameters: every rank enters it with the same ones.
-
-    Args:
-        params: one parameter, or several.
-        modifier_rank: the rank whose changes in the block hold for all; None where nothing is changed.
-        fwd_module: a module that uses the parameters without holding them; see `deepspeed.zero.GatheredParameters`.
-        enabled: false leaves the parameters as they are.
+    Collective for partitioned parameters. Arguments as of `deepspeed.zero.GatheredParameters`.
 
     Raises:
         ConfigError: parameters are FSDP2's, which `parameter.full_tensor()` gathers.

@@ -33,12 +33,10 @@ class LocalSGD:
     `save_state` in the block writes every rank's replica. On as many ranks, `load_state` before or in a new block goes
     on as if nothing had happened, also within a round; elsewhere it loads the mean of the replicas.
 
-    With an `outer_optimizer` the exchange is DiLoCo's: what the replicas have changed on average is its gradient, and
-    all ranks go on from the weights that it makes of those of the last exchange.
+    With an `outer_optimizer` the exchange is DiLoCo's: what the replicas have changed on average is its gradient.
 
-    What is not given is that of the configuration: `local_steps`, `outer_optimizer`, `local_steps_after`.
-
-    On one process, and with `enabled=False`, it does nothing.
+    What is not given is that of the configuration: `local_steps`, `outer_optimizer`, `local_steps_after`. On one
+    process, and with `enabled=False`, it does nothing.
     """
 
     def __init__(
@@ -55,10 +53,9 @@ class LocalSGD:
         Args:
             local_sgd_steps: updates between two exchanges; micro-batches of an accumulation window are one update.
             outer_optimizer: builds the outer optimizer over copies of the weights, for instance
-                `lambda weights: SGD(weights, lr=0.7, momentum=0.9, nesterov=True)`. `save_state` writes it, and
-                `load_state` reads it where it comes after this object was made.
-            begin_after: updates of this block that exchange gradients first: post-local SGD. A run that resumes among
-                them goes on counting.
+                `lambda weights: SGD(weights, lr=0.7, momentum=0.9, nesterov=True)`. `load_state` reads it where it
+                comes after this object was made.
+            begin_after: updates of this block that exchange gradients first: post-local SGD.
 
         Raises:
             ConfigError: the strategy keeps no replicas, the precision is fp16, or `local_sgd_steps` is less than 1.

@@ -86,14 +86,7 @@ class AcceleratorOptions:
         parallelism_config: ParallelismConfig | None = None,
         kwargs_handlers: Sequence[KwargsHandler] = (),
     ) -> AcceleratorOptions:
-        """Bring the constructor's arguments to dotted paths.
-
-        Args:
-            scalars: those that are a value of the configuration, by dotted path; None is not set.
-
-        Raises:
-            ConfigError: two arguments say different things, or one is of another class.
-        """
+        """Bring the constructor's arguments to dotted paths; `scalars` are by theirs, None for one that is not set."""
         options = cls({path: value for path, value in scalars.items() if value is not None})
         options._take_accumulation(gradient_accumulation_plugin)
         options._take("dataloader_config", dataloader_config, DataLoaderConfiguration)
@@ -188,24 +181,14 @@ class AcceleratorOptions:
 def resolve_options(
     options: AcceleratorOptions, environ: Mapping[str, str], config: str | Path | Mapping[str, Any] | Resolved | None
 ) -> Resolved:
-    """Resolve the configuration of an Accelerator; one that is resolved already is taken as it is.
-
-    Raises:
-        ConfigError: an option is wrong, or explicit options were given beside a resolved configuration.
-    """
-    if not isinstance(config, Resolved):
-        resolved = resolve(explicit=options.explicit, environ=environ, file=config, explicit_objects=options.given_by)
-        _check_compiles(options, resolved)
-        return resolved
-    if options.explicit:
-        raise ConfigError(
-            f"config is resolved already, and {', '.join(sorted(options.explicit))} came too; resolve them together"
-        )
-    return config
-
-
-def _check_compiles(options: AcceleratorOptions, resolved: Resolved) -> None:
-    """Refuse options of a compilation that does not take place."""
+    """Resolve the configuration of an Accelerator; one that is resolved already is taken as it is."""
+    if isinstance(config, Resolved):
+        if options.explicit:
+            raise ConfigError(
+                f"config is resolved already, and {', '.join(sorted(options.explicit))} came too; resolve them together"
+            )
+        return config
+    resolved = resolve(explicit=options.explicit, environ=environ, file=config, explicit_objects=options.given_by)
     given = [path for path in options.explicit if path.startswith("compile.") and path != "compile.backend"]
     if options.compile_options:
         given.append("options")
@@ -215,6 +198,7 @@ def _check_compiles(options: AcceleratorOptions, resolved: Resolved) -> None:
             f"{resolved.describe('compile.backend')} does not compile; pass TorchDynamoPlugin(backend='inductor'), or "
             "take the plugin out"
         )
+    return resolved
 
 
 def check_num_processes(resolved: Resolved, world_size: int) -> None:
@@ -228,11 +212,7 @@ def check_num_processes(resolved: Resolved, world_size: int) -> None:
 
 
 def keep_global_batch(resolved: Resolved, world_size: int) -> Resolved:
-    """Return a configuration whose updates have as many samples, where it asks for that, on fewer processes.
-
-    Raises:
-        ConfigError: no whole number of micro-batches makes as many.
-    """
+    """Return a configuration whose updates have as many samples, where it asks for that, on fewer processes."""
     accumulation, first = resolved.config.accumulation, resolved.config.launch.num_processes
     if not accumulation.keep_global_batch or first is None or first == world_size:
         return resolved
@@ -248,17 +228,12 @@ def keep_global_batch(resolved: Resolved, world_size: int) -> Resolved:
 
 
 def build_strategy(resolved: Resolved, process: ProcessContext) -> Strategy:
-    """Return the strategy of the job: the configured one, or `single` / `ddp` by the number of processes for "auto".
-
-    Raises:
-        ConfigError: the strategy is unknown, or cannot do its work on this number of processes.
-    """
+    """Return the strategy of the job: the configured one, or `single` / `ddp` by the number of processes for "auto"."""
     name = resolved.config.strategy
     if name == "auto":
         name = "ddp" if process.world_size > 1 else "single"
     strategy: Strategy = load_strategy(name)
-    facts = strategy.capabilities
-    origin = resolved.describe("strategy")
+    facts, origin = strategy.capabilities, resolved.describe("strategy")
     check_fewest(resolved.config, resolved.describe, facts.min_world_size)
     if process.world_size < facts.min_world_size:
         wanted = max(facts.min_world_size, resolved.config.launch.num_processes or 0)

@@ -1,8 +1,4 @@
-"""Loaders, samplers and shards that a script constructs by itself, under the names and arguments of accelerate.
-
-They stand on the same plan as those that `prepare` makes: `DataLoaderShard(...)` is a `PreparedDataLoader` of the
-batches that it is given, which are taken for this rank's own.
-"""
+"""Loaders, samplers and shards that a script constructs by itself, on the plan of those that `prepare` makes."""
 
 from __future__ import annotations
 
@@ -52,10 +48,6 @@ class IterableDatasetShard(IterableDataset):
 
     A round of `batch_size` samples for each shard (of `batch_size` in all with `split_batches`) is cut into contiguous
     slices. The last round is filled up from the stream's first samples, or left out with `drop_last`.
-
-    Args:
-        batch_size: samples of a batch.
-        process_index: the shard that is read.
 
     Raises:
         ConfigError: `split_batches` with a batch size that the shards cannot share evenly.
@@ -113,29 +105,7 @@ class _MadeByHand(type):
     is_dispatched: bool | None
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        is_loader = isinstance(instance, PreparedDataLoader)
-        return is_loader and cls.is_dispatched in (None, instance.dispatches)
-
-
-def _make(
-    loader: DataLoader[Any],
-    *,
-    device: Any = None,
-    rng_types: Sequence[str] | None = None,
-    skip_batches: int = 0,
-    dispatch: bool = False,
-    non_blocking: bool = False,
-    is_stateful: bool = False,
-) -> PreparedDataLoader:
-    """Return a loader of this rank's own batches, or of batches that rank 0 reads for all."""
-    process = current_process()
-    reader = process if dispatch else ProcessContext(0, 0, 1, 1, process.device, None)
-    config = DataConfig(
-        dispatch_batches=dispatch or None, non_blocking=non_blocking, use_stateful_dataloader=is_stateful
-    )
-    prepared = _prepare(loader, reader, config, device, rng_types)
-    prepared._by_hand = True
-    return prepared.skipping(skip_batches) if skip_batches else prepared
+        return isinstance(instance, PreparedDataLoader) and cls.is_dispatched in (None, instance.dispatches)
 
 
 def _prepare(
@@ -184,22 +154,19 @@ class DataLoaderShard(metaclass=_MadeByHand):
     ) -> PreparedDataLoader:
         """Return a `DataLoader(dataset, **kwargs)` that moves its batches and tells where a pass ends.
 
+        `synchronized_generator` (the order of samples depends on seed and epoch alone) and `torch_device_mesh` are not
+        used.
+
         Args:
             device: where batches are moved to; None leaves them.
             rng_types: streams that are set to rank 0's when a pass begins. Collective then.
-            synchronized_generator: not used: the order of samples depends on seed and epoch alone.
             skip_batches: batches left out of the first pass.
-            use_stateful_dataloader: go on at the position that `load_state` finds.
-            torch_device_mesh: not used.
         """
-        return _make(
-            DataLoader(dataset, **kwargs),
-            device=device,
-            rng_types=rng_types,
-            skip_batches=skip_batches,
-            non_blocking=_non_blocking,
-            is_stateful=use_stateful_dataloader,
-        )
+        reader = ProcessContext(0, 0, 1, 1, current_process().device, None)
+        config = DataConfig(non_blocking=_non_blocking, use_stateful_dataloader=use_stateful_dataloader)
+        prepared = _prepare(DataLoader(dataset, **kwargs), reader, config, device, rng_types)
+        prepared._by_hand = True
+        return prepared.skipping(skip_batches) if skip_batches else prepared
 
 
 class DataLoaderDispatcher(metaclass=_MadeByHand):
@@ -221,22 +188,19 @@ class DataLoaderDispatcher(metaclass=_MadeByHand):
     ) -> PreparedDataLoader:
         """Return a `DataLoader(dataset, **kwargs)` that rank 0 reads for all ranks. Collective in each step.
 
-        Args:
-            split_batches: not offered; each rank gets a batch of its own.
-            slice_fn: not used: batches are collated for their rank, and never cut.
+        `split_batches` and `slice_fn` are not offered: batches are collated for their rank, and never cut.
         """
         if split_batches:
             raise ConfigError(
                 "DataLoaderDispatcher(split_batches=True): a batch is collated for its rank here, and never cut; "
                 "divide batch_size by the number of processes, or use DataLoaderConfiguration(split_batches=True)"
             )
-        return _make(
-            DataLoader(dataset, **kwargs),
-            skip_batches=skip_batches,
-            dispatch=True,
-            non_blocking=_non_blocking,
-            is_stateful=use_stateful_dataloader,
+        config = DataConfig(
+            dispatch_batches=True, non_blocking=_non_blocking, use_stateful_dataloader=use_stateful_dataloader
         )
+        prepared = _prepare(DataLoader(dataset, **kwargs), current_process(), config, None, None)
+        prepared._by_hand = True
+        return prepared.skipping(skip_batches) if skip_batches else prepared
 
 
 class SkipDataLoader(metaclass=_MadeByHand):
@@ -284,11 +248,8 @@ def prepare_data_loader(
         device: where batches are moved to with `put_on_device`; None is this rank's.
         num_processes: number of shards; the number of ranks by default.
         process_index: the shard that is read; this rank's by default.
-        even_batches: fill the last step up with samples from the beginning.
-        slice_fn_for_dispatch: not used: batches are collated for their rank, and never cut.
-        use_seedable_sampler: shuffle by seed and epoch; see `DataConfig`.
-        data_seed: seed of shuffling; torch's by default.
-        torch_device_mesh: not used.
+        slice_fn_for_dispatch: not used, nor is `torch_device_mesh`: batches are collated for their rank, and never cut.
+        data_seed: seed of shuffling; torch's by default. Other options as of `DataConfig`.
 
     Raises:
         ConfigError: it cannot be sharded; see `accel_trainer.data.prepare_data_loader`.

@@ -9,26 +9,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer, ReplicaCheck
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.accumulation import PreparedUnit
-from accel_trainer.accelerator.replica_check import ReplicaCheck
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import ConfigError
+from accel_trainer.precision import remove_autocast
+from accel_trainer.runtime.model_wrappers import is_compiled_module, unwrap_module
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 from accel_trainer.strategies.api import Capabilities
 from accel_trainer.strategies.optimizers import check_disjoint, parameters_of
-
-
-@dataclass(slots=True)
-class Pairing:
-    """The model of each new optimizer."""
-
-    by_model: dict[int, list[Optimizer]]
-    """Optimizers by the id of a model that is to be prepared."""
-    to_bind: list[tuple[PreparedUnit, Optimizer]]
-    """Optimizers of models that are prepared already."""
 
 
 class Prepared:
@@ -92,27 +83,23 @@ class Prepared:
         capabilities: Capabilities,
         *,
         is_distributed: bool,
-    ) -> Pairing:
+    ) -> tuple[dict[int, list[Optimizer]], list[tuple[PreparedUnit, Optimizer]]]:
         """Find the models of each optimizer that is not bound yet, by its parameters.
 
         Args:
             models: those that are to be prepared.
             replaced: units whose models are among them.
-            is_distributed: refuse an optimizer where no model is prepared; one process takes it, and lets it join its
-                model later.
+            is_distributed: refuse an optimizer where no model is prepared; one process lets it join its model later.
 
-        Raises:
-            ConfigError: an optimizer's parameters are of no model, or in another optimizer, their model was prepared
-                for evaluation, or the strategy wants one optimizer for each model.
+        Returns:
+            Optimizers by the id of a model that is to be prepared, and those of models that are prepared already.
         """
         alone = {id(o): o for o in self.alone}
         bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)} | alone
         unbound = [optimizer for optimizer in bare.values() if not self.units_of(optimizer)]
         staying = [prepared for prepared in self.units if prepared not in replaced]
-        may_be_alone = {*alone}
-        if not (is_distributed or models or staying):
-            may_be_alone.update(map(id, unbound))
-        return _pair(models, unbound, staying, capabilities, may_be_alone)
+        takes_all = not (is_distributed or models or staying)
+        return _pair(models, unbound, staying, capabilities, {*map(id, unbound)} if takes_all else {*alone})
 
     @property
     def alone(self) -> list[Optimizer]:
@@ -181,9 +168,9 @@ def _pair(
     prepared: Sequence[PreparedUnit],
     capabilities: Capabilities,
     may_be_alone: Collection[int],
-) -> Pairing:
+) -> tuple[dict[int, list[Optimizer]], list[tuple[PreparedUnit, Optimizer]]]:
     if not optimizers:
-        return Pairing({id(model): [] for model in models}, [])
+        return {id(model): [] for model in models}, []
     new = [_Holder(model, {id(p): p for p in model.parameters()}) for model in models]
     old = [_Holder(each.unit.module, each.unit.known_parameters(), each, [*each.unit.optimizers]) for each in prepared]
     to_bind: list[tuple[PreparedUnit, Optimizer]] = []
@@ -197,7 +184,16 @@ def _pair(
         check_disjoint(holder.optimizers, holder.known)
     if not capabilities.joint_optimizers:
         _require_pairs(new + old)
-    return Pairing({id(holder.model): holder.optimizers for holder in new}, to_bind)
+    return {id(holder.model): holder.optimizers for holder in new}, to_bind
+
+
+def _require_training(prepared: PreparedUnit, optimizer: Optimizer) -> None:
+    """Refuse an optimizer for a model whose gradients would not be exchanged."""
+    if prepared.evaluation_only:
+        raise ConfigError(
+            f"{type(optimizer).__name__} holds parameters of {type(prepared.unit.module).__name__}, which was prepared "
+            "for evaluation; pass both to one prepare() call to train it"
+        )
 
 
 def _holders_of(optimizer: Optimizer, holders: list[_Holder], may_be_alone: bool) -> list[_Holder]:
@@ -229,15 +225,6 @@ def _describe_shapes(parameters: Sequence[Tensor]) -> str:
     return ", ".join([*shapes, "..."] if len(parameters) > 3 else shapes)
 
 
-def _require_training(prepared: PreparedUnit, optimizer: Optimizer) -> None:
-    """Refuse an optimizer for a model whose gradients would not be exchanged."""
-    if prepared.evaluation_only:
-        raise ConfigError(
-            f"{type(optimizer).__name__} holds parameters of {type(prepared.unit.module).__name__}, which was prepared "
-            "for evaluation; pass both to one prepare() call to train it"
-        )
-
-
 def _require_pairs(holders: list[_Holder]) -> None:
     """Refuse everything but one optimizer for each model."""
     taken: dict[Optimizer, _Holder] = {}
@@ -257,3 +244,32 @@ def _require_pairs(holders: list[_Holder]) -> None:
                     "or 'fsdp2'"
                 )
             taken[optimizer] = holder
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """Return the user's own model from whatever was put around it; a model that was never wrapped comes back as it is.
+
+    Args:
+        keep_fp32_wrapper: False also takes mixed precision off, and restores the model's own forward.
+        keep_torch_compile: keep the outermost wrapper of `torch.compile`, around the extracted model.
+        recursive: also unwrap the modules inside of the model, in place.
+    """
+    extracted = unwrap_module(model)
+    if recursive:
+        for module in list(extracted.modules()):
+            for name, child in list(module.named_children()):
+                setattr(module, name, unwrap_module(child))
+    if not keep_fp32_wrapper:
+        remove_autocast(extracted)
+        # A forward that its user replaced, and kept under the name that accelerate gives it.
+        original = extracted.__dict__.pop("_original_forward", None)
+        if getattr(original, "__func__", None) is type(extracted).forward:
+            extracted.__dict__.pop("forward", None)
+        elif original is not None:
+            extracted.forward = original
+    if keep_torch_compile and is_compiled_module(model):
+        setattr(model, ORIGINAL_MODULE, extracted)
+        return model
+    return extracted

@@ -17,19 +17,19 @@ from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler, DeepSpeedSchedulerWrapper
 from accel_trainer.accelerator.accumulation import AccumulationWindow, PreparedUnit
 from accel_trainer.accelerator.settings import AcceleratorSettings
-from accel_trainer.big_models.offloaded_state import is_offloaded
+from accel_trainer.big_models.dispatch import is_offloaded
 from accel_trainer.config import SchedulerSteps
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
+from accel_trainer.precision import keep_gradients
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.model_wrappers import flattens_parameters
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rng import seed_own_streams
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.optimizers import OptimizerPlaceholder, parameters_of
-from accel_trainer.strategies.quantized import keep_gradients
 
 logger = logging.get_logger(__name__)
 
@@ -38,15 +38,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """How the models of one call are to be prepared."""
+    """How the models of one call are to be prepared; models and optimizers are named by their id."""
 
     placements: Mapping[int, bool] = field(default_factory=dict)
-    """Whether a model is moved to the device, by its id."""
+    """Whether a model is moved to the device."""
     evaluation_only: bool = False
     micro_batch_size: int | None = None
     """Rows of one batch on one rank; None where no loader is prepared with the models."""
     schedules: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Numbers for the schedule of an engine's configuration, by the id of the optimizer that is scheduled."""
+    """Numbers for the schedule of an engine's configuration, of the optimizer that is scheduled."""
 
 
 def _of_kind(objects: Iterable[Any], kind: type[T]) -> list[T]:
@@ -61,9 +61,8 @@ class AcceleratorPreparing(AcceleratorSettings):
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders for this job; return them in the order they came.
 
-        A model may have several optimizers, and an optimizer the parameters of several models; they find each other
-        by the parameters. Collective: every rank calls it with the same objects. Other objects come back as they are,
-        prepared ones too.
+        Models and optimizers, several of either, find each other by the parameters. Collective: every rank calls it
+        with the same objects. Other objects come back as they are, prepared ones too.
 
         Args:
             device_placement: one flag per object; false leaves a model or a loader's batches where they are.
@@ -99,13 +98,18 @@ class AcceleratorPreparing(AcceleratorSettings):
             raise ConfigError(f"device_placement has {len(flags)} flags for {len(objects)} objects; give one for each")
         return {id(item): flag for item, flag in zip(objects, flags, strict=True)}
 
+    def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
+        """Return the rows that one rank takes at a time, the fewest of several loaders; None without any."""
+        sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
+        ranks = self.readers.world_size if self._data_config.split_batches else 1
+        return max(1, min(sizes) // ranks) if sizes else None
+
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model. Collective. An optimizer prepared afterwards is bound to it.
+        """Prepare one model, in `evaluation_mode` without an exchange of gradients. Collective.
 
-        Args:
-            evaluation_mode: no gradients are needed, so a strategy may leave out their exchange.
+        An optimizer prepared afterwards is bound to it.
         """
         place = self.device_placement if device_placement is None else device_placement
         return self._prepare_models([model], [], _Request({id(model): place}, evaluation_mode))[id(model)]
@@ -179,8 +183,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         """Return a loader that yields this rank's shard, on this rank's device. Collective for the first loader.
 
         Args:
-            slice_fn_for_dispatch: not called, and said so: with `dispatch_batches`, too, batches are collated for their
-                rank and never cut.
+            slice_fn_for_dispatch: not called, and said so.
         """
         if slice_fn_for_dispatch is not None:
             logger.warning_once("slice_fn_for_dispatch is not called: batches are collated for their rank, never cut")
@@ -224,15 +227,14 @@ class AcceleratorPreparing(AcceleratorSettings):
 
     def _check_as_given(self, job: TrainJob) -> None:
         """Refuse a model that FSDP1 wraps, that is spread over devices, or that cannot be trained where it is."""
-        model, own = job.model, self.process.device
+        model, own, name = job.model, self.process.device, type(job.model).__name__
         if flattens_parameters(model):
             raise ConfigError(
-                f"{type(model).__name__} is wrapped by torch.distributed.fsdp.FullyShardedDataParallel (FSDP1), which "
+                f"{name} is wrapped by torch.distributed.fsdp.FullyShardedDataParallel (FSDP1), which "
                 "FSDP2 has replaced and whose flat parameters would be wrapped once more here; give prepare() the bare "
                 "model, and shard it with strategy 'fsdp2' (FullyShardedDataParallelPlugin takes FSDP1's options)"
             )
-        name, is_spread = type(model).__name__, self.verify_device_map(model)
-        if is_spread and self.process.is_distributed:
+        if self.process.is_distributed and self.verify_device_map(model):
             raise ConfigError(
                 f"{name} was loaded with a device_map that spreads it over several devices, and every process has one "
                 f"device, here {own}; load it without device_map, and shard it with strategy 'fsdp2' where it does not "
@@ -268,8 +270,8 @@ class AcceleratorPreparing(AcceleratorSettings):
 
     def _check_rollbacks(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse to train in a loop that is to go back to states without names of their own."""
-        naming = self.project_configuration.automatic_checkpoint_naming
-        if optimizers and not naming and self.nonfinite_guard and self.nonfinite_guard.roll_back:
+        naming, guard = self.project_configuration.automatic_checkpoint_naming, self.nonfinite_guard
+        if optimizers and guard and guard.roll_back and not naming:
             raise ConfigError(
                 f"{self.resolved.describe('on_nonfinite')} goes back to the newest save_state() of the run, which "
                 "needs a name of its own; give Accelerator(project_dir=...) with "
@@ -284,17 +286,17 @@ class AcceleratorPreparing(AcceleratorSettings):
         found = {id(model): self._prepared.find(model) for model in models}
         new = {id(m): m for m in models if _needs_preparing(found[id(m)], request)}
         replaced = [unit for key, unit in found.items() if key in new and unit is not None]
-        pairing = self._prepared.pair(
+        by_model, to_bind = self._prepared.pair(
             list(new.values()),
             optimizers,
             replaced,
             self.strategy.capabilities,
             is_distributed=self.process.is_distributed,
         )
-        jobs = {key: self._build_job(model, pairing.by_model[key], request) for key, model in new.items()}
+        jobs = {key: self._build_job(model, by_model[key], request) for key, model in new.items()}
         self._check_jobs(jobs.values())
         # Before a model is prepared: a unit may find only now that it cannot take the optimizer.
-        for prepared, optimizer in pairing.to_bind:
+        for prepared, optimizer in to_bind:
             prepared.unit.bind_optimizer(optimizer)
         self._prepared.drop(replaced)
         if new:
@@ -308,12 +310,6 @@ class AcceleratorPreparing(AcceleratorSettings):
         for job in jobs:
             self._check_as_given(job)
             self.strategy.check(job, self.precision, self.process)
-
-    def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
-        """Return the rows that one rank takes at a time, the fewest of several loaders; None without any."""
-        sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
-        ranks = self.readers.world_size if self._data_config.split_batches else 1
-        return max(1, min(sizes) // ranks) if sizes else None
 
     def _build_job(self, model: nn.Module, optimizers: list[Optimizer], request: _Request) -> TrainJob:
         return TrainJob(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.options import AcceleratorOptions
 from accel_trainer.accelerator.prepared import Prepared
-from accel_trainer.accelerator.shared_state import AcceleratorState, GradientState, ProcessView
+from accel_trainer.accelerator.shared_state import AcceleratorState, Forwarded, GradientState, ProcessView
 from accel_trainer.checkpoint.checkpointer import Checkpointer
 from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.config.parallel import AxisSizes
@@ -38,15 +38,16 @@ from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import check_rng_types, seed_own_streams, synchronize_rng
 from accel_trainer.strategies.api import Strategy
-from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.gradients import LossScale
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
 class PassStart:
     """The beginning of each pass over a prepared loader.
 
-    Loaders hold this and not their Accelerator, which would hold them in turn: with it goes all that it has prepared,
-    as soon as nobody uses it, and not at the next collection of garbage.
+    Loaders hold this and not their Accelerator, which would hold them in turn until the next collection of garbage.
     """
 
     process: ProcessContext
@@ -63,6 +64,13 @@ class PassStart:
         if self.rng_types and not (self.has_loaded_state and loader.begins_within_epoch):
             synchronize_rng(self.rng_types, self.process)
         self.gradient_state.begin(loader)
+
+
+class _Handler(Forwarded[T | None]):
+    """The handler of a class among `kwargs_handlers`; None without one."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._read = lambda accelerator: accelerator._options.handlers.get(kind)
 
 
 class AcceleratorSettings(ProcessView):
@@ -127,37 +135,43 @@ class AcceleratorSettings(ProcessView):
         return DataConfig(**vars(self.dataloader_config))
 
     # transformers and TRL read these four, as accelerate has them.
-    @property
-    def _models(self) -> list[nn.Module]:
-        return self._prepared.models
+    _models = Forwarded[list[nn.Module]]("_prepared.models")
+    _optimizers = Forwarded[list[AcceleratedOptimizer]]("_prepared.optimizers")
+    _schedulers = Forwarded[list[AcceleratedScheduler]]("_prepared.schedulers")
+    _dataloaders = Forwarded[list[PreparedDataLoader]]("_prepared.dataloaders")
 
-    @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self._prepared.optimizers
-
-    @property
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return self._prepared.schedulers
-
-    @property
-    def _dataloaders(self) -> list[PreparedDataLoader]:
-        return self._prepared.dataloaders
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether models are sharded by FSDP2."""
-        return self.state.is_fsdp2
+    is_fsdp2 = Forwarded[bool]("state.is_fsdp2")
+    """Whether models are sharded by FSDP2."""
+    data_parallel_rank = Forwarded[int]("readers.rank")
+    """This rank among those that read different data."""
+    deepspeed_plugin = Forwarded[Any]("state.deepspeed_plugin")
+    """The DeepSpeed plugin in use; None under other strategies."""
+    parallelism_config = Forwarded[Any]("state.parallelism_config")
+    """The sizes of the mesh's axes; None where none was asked for. Libraries read it."""
+    project_dir = Forwarded[str | Path | None]("project_configuration.project_dir")
+    """Where states are saved."""
+    logging_dir = Forwarded[str | Path | None]("project_configuration.logging_dir")
+    """Where logs go."""
+    split_batches = Forwarded[bool]("_data_config.split_batches")
+    """Whether a loader's batch is split over the ranks instead of multiplied."""
+    dispatch_batches = Forwarded[bool | None]("_data_config.dispatch_batches")
+    """Whether rank 0 reads for all ranks."""
+    use_seedable_sampler = Forwarded[bool]("_data_config.use_seedable_sampler")
+    """Whether shuffling follows seed and epoch."""
+    use_stateful_dataloader = Forwarded[bool]("_data_config.use_stateful_dataloader")
+    """Whether loaders go on by themselves where `load_state` finds them."""
+    non_blocking = Forwarded[bool]("_data_config.non_blocking")
+    """Whether batches are copied to the device without waiting."""
+    pipeline_parallel_rank = 0
+    """There is no pipeline parallelism."""
+    is_composable_parallelism_enabled = is_fsdp2
+    """FSDP2 goes together with other axes of a mesh."""
 
     @property
     def should_save_model(self) -> bool:
         """Whether this rank writes the files of a model: rank 0, or each node's first with `save_on_each_node`."""
         each_node = self.project_configuration.save_on_each_node
         return self.process.is_local_main if each_node else self.process.is_main
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank among those that read different data."""
-        return self.readers.rank
 
     @property
     def data_parallel_shard_rank(self) -> int:
@@ -170,19 +184,9 @@ class AcceleratorSettings(ProcessView):
         return self.process.rank % self._axis_sizes.tp
 
     @property
-    def pipeline_parallel_rank(self) -> int:
-        """0: there is no pipeline parallelism."""
-        return 0
-
-    @property
     def context_parallel_rank(self) -> int:
         """This rank among those that share the tokens of a sequence; 0 without context parallelism."""
         return self.process.rank // (self._axis_sizes.tp * self._axis_sizes.sp) % self._axis_sizes.cp
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """Whether parameters are sharded by FSDP2, which goes together with other axes of a mesh."""
-        return self.is_fsdp2
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
@@ -190,25 +194,11 @@ class AcceleratorSettings(ProcessView):
         config = self.parallelism_config
         return None if config is None else config.get_device_mesh(self.process.device.type)
 
-    @contextmanager
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
-    ) -> Iterator[None]:
-        """Context that leaves everything as it is: a prepared model shares out whole sequences itself.
-
-        The arguments are not used: buffers stay whole, and so may be what the loop computes of them.
-        """
-        yield
-
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed plugin in use; None under other strategies."""
-        return self.state.deepspeed_plugin
-
-    @property
-    def parallelism_config(self) -> Any:
-        """The sizes of the mesh's axes; None where none was asked for. Libraries read it."""
-        return self.state.parallelism_config
+    ) -> AbstractContextManager[None]:
+        """Context that leaves everything, `buffers` too, as it is: a prepared model shares out whole sequences."""
+        return nullcontext()
 
     @property
     def multi_device(self) -> bool:
@@ -234,35 +224,12 @@ class AcceleratorSettings(ProcessView):
     fp8_recipe_handler = te_recipe_handler = msamp_recipe_handler = None
     delayed_fp8_autocast = False
 
-    @property
-    def ao_recipe_handler(self) -> AORecipeKwargs | None:
-        """The recipe of fp8 among the handlers."""
-        return self._options.handlers.get(AORecipeKwargs)
-
-    @property
-    def autocast_handler(self) -> AutocastKwargs | None:
-        """That of `kwargs_handlers`; None without one, as of each handler."""
-        return self._options.handlers.get(AutocastKwargs)
-
-    @property
-    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The options of DDP among the handlers."""
-        return self._options.handlers.get(DistributedDataParallelKwargs)
-
-    @property
-    def init_handler(self) -> InitProcessGroupKwargs | None:
-        """The options of the process group among the handlers."""
-        return self._options.handlers.get(InitProcessGroupKwargs)
-
-    @property
-    def profile_handler(self) -> ProfileKwargs | None:
-        """The options of `profile()` among the handlers."""
-        return self._options.handlers.get(ProfileKwargs)
-
-    @property
-    def scaler_handler(self) -> GradScalerKwargs | None:
-        """The options of the scaler of fp16 losses among the handlers."""
-        return self._options.handlers.get(GradScalerKwargs)
+    ao_recipe_handler = _Handler(AORecipeKwargs)
+    autocast_handler = _Handler(AutocastKwargs)
+    ddp_handler = _Handler(DistributedDataParallelKwargs)
+    init_handler = _Handler(InitProcessGroupKwargs)
+    profile_handler = _Handler(ProfileKwargs)
+    scaler_handler = _Handler(GradScalerKwargs)
 
     @property
     def native_amp(self) -> bool:
@@ -275,16 +242,6 @@ class AcceleratorSettings(ProcessView):
         return str(self.config.mixed_precision)
 
     @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch is split over the ranks instead of multiplied."""
-        return self._data_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all ranks."""
-        return self._data_config.dispatch_batches
-
-    @property
     def even_batches(self) -> bool:
         """Whether every rank gets batches of the same size, padded at the end of the data.
 
@@ -295,28 +252,3 @@ class AcceleratorSettings(ProcessView):
     @even_batches.setter
     def even_batches(self, even_batches: bool) -> None:
         self.dataloader_config.even_batches = even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling follows seed and epoch."""
-        return self._data_config.use_seedable_sampler
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether loaders go on by themselves where `load_state` finds them."""
-        return self._data_config.use_stateful_dataloader
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches are copied to the device without waiting."""
-        return self._data_config.non_blocking
-
-    @property
-    def project_dir(self) -> str | Path | None:
-        """Where states are saved."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | Path | None:
-        """Where logs go."""
-        return self.project_configuration.logging_dir

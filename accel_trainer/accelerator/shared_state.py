@@ -6,11 +6,12 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from enum import Enum
-from typing import Any, ClassVar, TypeVar
+from operator import attrgetter
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -30,7 +31,10 @@ from accel_trainer.runtime.process import (
 )
 from accel_trainer.runtime.tensor_trees import split_evenly
 
+__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized"]
+
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _STATE_NAMES = ("process", "distributed_type", "mixed_precision", "fsdp_plugin", "is_fsdp2", "parallelism_config")
 """What a state has from its construction on."""
@@ -66,20 +70,41 @@ class DistributedType(str, Enum):  # noqa: UP042  # str() must give 'Distributed
         return cls(f"MULTI_{suffix}")
 
 
+class Forwarded(Generic[T]):
+    """A read-only property that shows an attribute of an attribute, of the type in brackets."""
+
+    def __init__(self, path: str) -> None:
+        self._read: Callable[[Any], Any] = attrgetter(path)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> T:
+        return self if instance is None else self._read(instance)  # type: ignore[return-value]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        # Without it, an assignment would put a value of the instance before what everybody else reads.
+        raise AttributeError(f"attribute of {type(instance).__name__!r} object has no setter")
+
+
 class ProcessView:
     """Rank, device and the calls that need no more, for classes with a `process`."""
 
     process: ProcessContext
 
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return self.process.device
-
-    @property
-    def backend(self) -> str | None:
-        """Backend of the process group; None without one."""
-        return self.process.backend
+    device = Forwarded[torch.device]("process.device")
+    """This rank's device."""
+    backend = Forwarded[str | None]("process.backend")
+    """Backend of the process group; None without one."""
+    num_processes = Forwarded[int]("process.world_size")
+    """World size."""
+    process_index = Forwarded[int]("process.rank")
+    """Rank in the job."""
+    local_process_index = Forwarded[int]("process.local_rank")
+    """Rank on this node."""
+    is_main_process = Forwarded[bool]("process.is_main")
+    """Whether this is rank 0."""
+    is_local_main_process = Forwarded[bool]("process.is_local_main")
+    """Whether this is the first rank of its node."""
+    use_distributed = Forwarded[bool]("process.is_distributed")
+    """Whether there is more than one process."""
 
     @property
     def _reader(self) -> ProcessContext:
@@ -87,39 +112,9 @@ class ProcessView:
         return self.process
 
     @property
-    def num_processes(self) -> int:
-        """World size."""
-        return self.process.world_size
-
-    @property
-    def process_index(self) -> int:
-        """Rank in the job."""
-        return self.process.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank on this node."""
-        return self.process.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self.process.is_main
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return self.process.is_local_main
-
-    @property
     def is_last_process(self) -> bool:
         """Whether this is the highest rank."""
         return self.process.rank == self.process.world_size - 1
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
-        return self.process.is_distributed
 
     def wait_for_everyone(self) -> None:
         """Wait until every rank is here. Collective; returns at once on one process."""
@@ -129,11 +124,8 @@ class ProcessView:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Yield this rank's shard of a list, tuple, range, tensor, array, `datasets.Dataset` or a dict of those.
 
-        Shards are contiguous, of the same kind as `inputs`, and hold every sample once: with fewer samples than
-        ranks, the last ranks get empty ones. Ranks do not communicate; `inputs` is not changed.
-
-        Args:
-            apply_padding: repeat the last sample until all shards are equally long, so that results can be gathered.
+        Shards are contiguous, of the same kind as `inputs`, and hold every sample once, the last ranks' perhaps none;
+        with `apply_padding`, the last sample is repeated until all are equally long. Ranks do not communicate.
 
         Raises:
             ConfigError: `inputs` cannot be split, or the values of a dict differ in length.
@@ -158,17 +150,13 @@ class ProcessView:
         finally:
             self.wait_for_everyone()
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Run a block on rank 0, then on the others. Collective: every rank enters it."""
-        with self._goes_first(self.is_main_process):
-            yield
+        return self._goes_first(self.is_main_process)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Run a block on the first rank of each node, then on the others. Collective: every rank enters it."""
-        with self._goes_first(self.is_local_main_process):
-            yield
+        return self._goes_first(self.is_local_main_process)
 
     def _only_if(self, wanted: bool, function: F) -> F:
         @functools.wraps(function)
@@ -237,9 +225,8 @@ class PartialState(ProcessView):
 
         Args:
             cpu: run on the CPU; when None, `ACCELERATE_USE_CPU` and the launcher's options decide.
-            timeout_seconds: how long a collective may wait; when None, the launcher's options decide.
+            timeout_seconds: bound of a collective, also given as `timeout`; when None, the launcher's options decide.
             backend: of the process group, "gloo" for instance; None chooses one for the device.
-            timeout: `timeout_seconds`, as a `timedelta`.
 
         Raises:
             ConfigError: the group that is joined has another backend.
@@ -250,17 +237,13 @@ class PartialState(ProcessView):
                 timeout_seconds = timeout.total_seconds()
             resolved = _resolve("PartialState", {"use_cpu": cpu, "timeout_seconds": timeout_seconds})
             process = _join(resolved, backend)
-        if self._is_shown(process):
+        if type(self) is PartialState and self._shared_state.get("process") == process:
             self.__dict__ = self._shared_state
             return
         self._set_process(process, distributed_type)
         self.debug = resolved is not None and resolved.config.debug
         """Whether collectives that are called as functions compare shapes over the ranks before any data moves."""
         type(self)._shared_state = self.__dict__
-
-    def _is_shown(self, process: ProcessContext) -> bool:
-        """Whether the state made last is of the same place in the same job."""
-        return type(self) is PartialState and self._shared_state.get("process") == process
 
     def _set_process(self, process: ProcessContext, distributed_type: DistributedType | None) -> None:
         self.process = process
@@ -358,8 +341,6 @@ class AcceleratorState(PartialState):
         """Show the state made last, or make one.
 
         Args:
-            mixed_precision: "no", "bf16" or "fp16".
-            cpu: run on the CPU.
             process: with those behind it, given by the Accelerator.
 
         Raises:
@@ -408,11 +389,7 @@ class AcceleratorState(PartialState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the state made last: its attributes are gone, also for those who hold it.
-
-        Args:
-            reset_partial_state: forget this process's PartialState, too.
-        """
+        """Forget the state made last: its attributes are gone, also for those who hold it."""
         AcceleratorState._shared_state.clear()
         AcceleratorState._shared_state = {}
         if reset_partial_state:
@@ -452,11 +429,17 @@ class AcceleratorState(PartialState):
 class GradientState:
     """The step that an Accelerator is in: whether gradients are exchanged, and the position of its loaders.
 
-    `GradientState()`, without arguments, shows the one of the Accelerator made last in this process, also when that is
-    gone; in a process without any, a state of its own that exchanges with each micro-batch.
+    `GradientState()` shows the one of the Accelerator made last in this process, also when that is gone; in a process
+    without any, a state of its own that exchanges with each micro-batch.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
+
+    initialized = True
+    """A state of its own is made where there is none."""
+    adjust_scheduler = True
+    """A schedule steps once per update, whatever the number of micro-batches."""
+    is_xla_gradients_synced = False
 
     def __init__(
         self, plugin_kwargs: dict[str, Any] | None = None, num_steps: int = 1, sync_with_dataloader: bool = True
@@ -475,25 +458,10 @@ class GradientState:
         self.loaders: list[PreparedDataLoader] = []
         """Prepared loaders that are being iterated, the innermost last."""
 
-    @property
-    def initialized(self) -> bool:
-        """True: a state of its own is made where there is none."""
-        return True
-
     @staticmethod
     def _reset_state() -> None:
         """Let the next `GradientState()` be a new one. That of an Accelerator goes on: its loop reads it."""
         GradientState._shared_state = {}
-
-    @property
-    def adjust_scheduler(self) -> bool:
-        """True: a schedule steps once per update, whatever the number of micro-batches."""
-        return True
-
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """False: there is no XLA."""
-        return False
 
     @property
     def dataloader_references(self) -> list[PreparedDataLoader | None]:
@@ -517,13 +485,13 @@ class GradientState:
 
     def rows_over(self, num_ranks: int) -> BatchRows | None:
         """Return the rows of the current step where the active loader is sharded over `num_ranks`, else None."""
-        rows = self.loaders[-1].rows if self.loaders else None
+        rows = self.rows
         return rows if rows is not None and len(rows.rows) == num_ranks else None
 
     def loss_weight(self, process: ProcessContext) -> float:
         """Return the factor of this rank's mean loss that makes the mean over ranks the mean over all samples."""
-        rows = self.loaders[-1].rows if self.loaders else None
-        return 1.0 if rows is None or len(rows.rows) != process.world_size else rows.weight(process.rank)
+        rows = self.rows_over(process.world_size)
+        return 1.0 if rows is None else rows.weight(process.rank)
 
     @property
     def end_of_dataloader(self) -> bool:

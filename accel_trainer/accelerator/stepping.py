@@ -13,11 +13,8 @@ from torch.optim import Optimizer
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accelerated_optimizer import describe_models, updates_in_backward
-from accel_trainer.accelerator.accumulation import PreparedUnit
-from accel_trainer.accelerator.prepared import Prepared
+from accel_trainer.accelerator.accumulation import PreparedUnit, TokenWindow
 from accel_trainer.accelerator.settings import AcceleratorSettings
-from accel_trainer.accelerator.shared_state import GradientState
-from accel_trainer.accelerator.token_mean import TokenWindow
 from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.kwargs import AutocastKwargs
@@ -27,42 +24,6 @@ from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.gradients import has_any, leaves_of
 
 logger = logging.get_logger(__name__)
-
-
-class _Accumulate:
-    """Context of one micro-batch. A class, not a generator: it is entered on every step."""
-
-    __slots__ = ("_outer", "_prepared", "_state", "_units")
-
-    def __init__(self, prepared: Prepared, units: list[PreparedUnit], state: GradientState) -> None:
-        self._prepared = prepared
-        self._units = units
-        self._state = state
-        self._outer: list[PreparedUnit] = []
-
-    def __enter__(self) -> None:
-        units, state = self._units, self._state
-        for prepared in units:
-            window = prepared.window
-            if window.num_steps == 1:
-                if window.held != 1 or window.divisor != 1 or not window.is_last:  # others have no call to make
-                    window.advance(None, False)  # however many batches the loader still has
-            else:
-                loader = state.active_dataloader
-                ends_data = loader is not None and loader.end_of_dataloader
-                window.advance(None if loader is None else loader.remaining, ends_data)
-                prepared.unit.set_gradient_sync(window.exchanges_gradients)
-            prepared.took_backward = False
-            prepared.corrected = prepared.tokens is None and window.held == window.divisor
-            if prepared.tokens is not None and window.held == 1:
-                prepared.tokens.begin()
-        self._outer, self._prepared.current = self._prepared.current, units
-        state.sync_gradients = units[0].window.is_last
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._prepared.current = self._outer
-        if error is not None:
-            raise_if_theirs(error)
 
 
 class AcceleratorStepping(AcceleratorSettings):
@@ -95,13 +56,12 @@ class AcceleratorStepping(AcceleratorSettings):
                 f"{setting}: strategy {self.strategy.name!r} has its number of micro-batches since the model was "
                 "prepared; pass it to the Accelerator"
             )
-        half_full = [prepared for prepared in self._prepared.units if prepared.window.is_open]
-        if half_full:
-            window = half_full[0].window
-            raise ConfigError(
-                f"{setting} was set after {window.held} of {window.num_steps} micro-batches of an update; set it where "
-                "sync_gradients is true"
-            )
+        for window in (prepared.window for prepared in self._prepared.units):
+            if window.is_open:
+                raise ConfigError(
+                    f"{setting} was set after {window.held} of {window.num_steps} micro-batches of an update; set it "
+                    "where sync_gradients is true"
+                )
         self.config = replace(self.config, accumulation=replace(self.config.accumulation, num_steps=num_steps))
         self.gradient_state.num_steps = num_steps
         self.gradient_state.plugin_kwargs["num_steps"] = num_steps
@@ -128,7 +88,7 @@ class AcceleratorStepping(AcceleratorSettings):
         """
         prepared = self._prepared.units
         if len(prepared) == 1 == len(models) and models[0] is prepared[0].unit.model:
-            return _Accumulate(self._prepared, prepared, self.gradient_state)
+            return self._micro_batch(prepared)
         if models:
             prepared = [self._prepared.get(model) for model in models]
         for optimizer in self._prepared.optimizers:
@@ -140,33 +100,60 @@ class AcceleratorStepping(AcceleratorSettings):
                 )
         if not prepared:
             raise ConfigError("accumulate() was called before a model was prepared; pass the model to prepare() first")
-        return _Accumulate(self._prepared, prepared, self.gradient_state)
+        return self._micro_batch(prepared)
+
+    @contextmanager
+    def _micro_batch(self, units: list[PreparedUnit]) -> Iterator[None]:
+        loader = self.gradient_state.active_dataloader
+        for prepared in units:
+            window = prepared.window
+            if window.num_steps == 1:
+                window.advance(None, False)  # however many batches the loader still has
+            else:
+                ends_data = loader is not None and loader.end_of_dataloader
+                window.advance(None if loader is None else loader.remaining, ends_data)
+                prepared.unit.set_gradient_sync(window.exchanges_gradients)
+            prepared.took_backward = False
+            prepared.corrected = prepared.tokens is None and window.held == window.divisor
+            if prepared.tokens is not None and window.held == 1:
+                prepared.tokens.begin()
+        outer, self._prepared.current = self._prepared.current, units
+        self.gradient_state.sync_gradients = units[0].window.is_last
+        try:
+            yield
+        except BaseException as error:
+            raise_if_theirs(error)
+            raise
+        finally:
+            self._prepared.current = outer
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[Any] = (), even_batches: bool | None = None) -> Iterator[None]:
         """Context for loops in which ranks have unequal numbers of samples. Ranks do not communicate here.
 
-        Loaders need none: all ranks take every step, and a rank without samples takes part with weight zero. The one
-        choice left is whether the last step is filled up instead.
+        Loaders need none: all ranks take every step, and a rank without samples takes part with weight zero.
 
         Args:
-            joinables: the models, which other libraries need; not used here.
-            even_batches: holds for prepared loaders whose passes begin in the block; None leaves them as they are.
+            joinables: not used here.
+            even_batches: whether prepared loaders whose passes begin in the block fill up their last step.
         """
+        if even_batches is None:
+            yield
+            return
         samplers = [
             sampler
             for loader in self._prepared.dataloaders
             for sampler in (loader.batch_sampler, loader.sampler)
             if isinstance(sampler, ShardedBatchSampler)
         ]
-        if even_batches is not None and len(samplers) < len(self._prepared.dataloaders):
+        if len(samplers) < len(self._prepared.dataloaders):
             logger.warning(
                 "join_uneven_inputs(even_batches=%s) leaves loaders of iterable datasets alone", even_batches
             )
         before = [sampler.even_batches for sampler in samplers]
         try:
             for sampler in samplers:
-                sampler.even_batches = sampler.even_batches if even_batches is None else even_batches
+                sampler.even_batches = even_batches
             yield
         finally:
             for sampler, value in zip(samplers, before, strict=True):
@@ -175,31 +162,26 @@ class AcceleratorStepping(AcceleratorSettings):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Keep the gradients of the backwards in this block on this rank."""
-        unit = self._prepared.get(model).unit
+        unit = self.unit_of(model)
         unit.set_gradient_sync(False)
         try:
             yield
         finally:
             unit.set_gradient_sync(True)
 
-    @contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Exchange gradients in the backward of this block, although its forward ran without.
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Exchange gradients in the backward of this block, although its forward ran without: in `no_sync`, or earlier.
 
-        For forwards in `no_sync`, or before the end of an accumulation window, whose optimizer step still waits for
-        the end. Every trained parameter takes part in the backward. Collective with several processes.
+        The optimizer's step still waits for the window's end. Every trained parameter takes part in the backward.
+        Collective with several processes.
 
         Raises:
             ConfigError: DDP runs with `find_unused_parameters`, and decides in the forward.
         """
-        with self._prepared.get(model).unit.sync_in_backward():
-            yield
+        return self._prepared.get(model).unit.sync_in_backward()
 
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
-        """Set whether the next backward of `model` exchanges gradients and its optimizer may step.
-
-        For windows made by hand; `accumulate()` does it by itself.
-        """
+        """Set, in windows made by hand, whether the next backward of `model` exchanges gradients, and its steps act."""
         prepared = self._prepared.get(model)
         prepared.window.is_last = enabled
         prepared.unit.set_gradient_sync(enabled)
@@ -209,10 +191,9 @@ class AcceleratorStepping(AcceleratorSettings):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate the gradients of `loss`; in `accumulate()` those of a window are the mean over its micro-batches.
 
-        Outside of it, in windows made by hand, each loss is divided by `gradient_accumulation_steps`.
-
-        Where ranks hold unequally many samples of a step (`even_batches=True` fills it up), each loss counts by its
-        samples; a rank without any takes part with weight zero. Collective on the last micro-batch of a window.
+        Outside of it, in windows made by hand, each loss is divided by `gradient_accumulation_steps`. Where ranks hold
+        unequally many samples of a step, each loss counts by its samples, by zero on a rank without any. Collective on
+        the last micro-batch of a window.
 
         Args:
             kwargs: of `Tensor.backward`; of LOMO optimizers, `learning_rate`.
@@ -242,15 +223,12 @@ class AcceleratorStepping(AcceleratorSettings):
             prepared.take_backward(in_window)
 
     def _leading_units(self, loss: Tensor) -> list[PreparedUnit]:
-        """Return the unit that a backward outside of `accumulate()` is given to; none before one is prepared.
-
-        Of several that are trained the first will do, but for an engine's: it takes part in the backward of its own
-        model alone.
-        """
+        """Return the unit that a backward outside of `accumulate()` is given to; none before one is prepared."""
         units = self._prepared.units
         if len(units) < 2:
             return units
         trained = [prepared for prepared in units if prepared.unit.optimizers] or units
+        # Of several the first will do, but for an engine's, which takes part in the backward of its own model alone.
         if len(trained) < 2 or not self.strategy.capabilities.builds_engine:
             return trained[:1]
         reached = leaves_of(loss)
@@ -266,9 +244,8 @@ class AcceleratorStepping(AcceleratorSettings):
 
     def _weigh(self, loss: Tensor, divisor: int) -> Tensor:
         """Return the loss by the samples that this rank holds of the step, over the micro-batches of a window."""
-        if self.readers.world_size > 1:
-            weight = self.gradient_state.loss_weight(self.readers)
-            loss = loss if weight == 1.0 else loss * weight
+        weight = self.gradient_state.loss_weight(self.readers)
+        loss = loss if weight == 1.0 else loss * weight
         return loss if divisor == 1 else loss / divisor
 
     def _backward_alone(self, loss: Tensor, **kwargs: Any) -> None:
@@ -278,9 +255,7 @@ class AcceleratorStepping(AcceleratorSettings):
         (loss / self.gradient_accumulation_steps).backward(**kwargs)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float | None = None) -> None:
-        """Run the backward of `loss` by the prepared LOMO optimizers, which update the parameters in it.
-
-        On one process. Their `step` does nothing then.
+        """Run the backward of `loss` by the prepared LOMO optimizers, which update parameters in it. On one process.
 
         Raises:
             ConfigError: no such optimizer is prepared, there is no learning rate, or gradients are to be accumulated.
@@ -298,9 +273,8 @@ class AcceleratorStepping(AcceleratorSettings):
     def global_token_mean(self, loss_sum: Tensor, num_tokens: Tensor | int) -> Tensor:
         """Return a loss for `backward` that makes the update's gradient that of the mean over all its tokens.
 
-        Over all tokens of the accumulation window and of all ranks, however unequally they are spread: a token of a
-        short sequence counts as much as one of a long one. All losses of a window have to come from here. The result
-        is no mean to log: for that, `reduce` sums and numbers.
+        Over the accumulation window and all ranks. All losses of a window have to come from here. The result is no
+        mean to log: for that, `reduce` sums and numbers.
 
         Collective at the end of a window, where `clip_grad_norm_` or `optimizer.step()` sum the numbers of tokens, and
         in the first call. A rank without samples counts none; samples that fill up a last batch (`even_batches=True`)
@@ -308,10 +282,7 @@ class AcceleratorStepping(AcceleratorSettings):
 
         Args:
             loss_sum: scalar, the sum of the losses of this micro-batch's tokens on this rank.
-            num_tokens: how many tokens that are; 0 is allowed, and a window without any leaves gradients at zero.
-
-        Returns:
-            Scalar.
+            num_tokens: of how many tokens; a window without any leaves gradients at zero.
 
         Raises:
             ConfigError: an argument is no scalar, or no model is prepared.
@@ -346,8 +317,7 @@ class AcceleratorStepping(AcceleratorSettings):
         """Context for computations outside of the model, a loss for instance, in the configured precision.
 
         Args:
-            autocast_handler: other options for this block than those given to the Accelerator; with `enabled=False` it
-                computes in full precision, also inside of another autocast.
+            autocast_handler: options for this block alone; `enabled=False` also ends another autocast.
 
         Raises:
             ConfigError: the handler sets `output_dtype`, which concerns prepared models.
@@ -368,11 +338,10 @@ class AcceleratorStepping(AcceleratorSettings):
         return policy.autocast(self.process.device.type)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Bound the global gradient norm of `parameters`; return the norm before clipping.
+        """Bound the global gradient norm of `parameters`; return the norm before clipping. Collective.
 
-        Acts on the last micro-batch of an accumulation window; before it, gradients are incomplete, nothing is clipped
-        and the norm of the last update is returned (NaN before the first). Collective. Where no model is prepared, the
-        parameters are full on this rank, and are clipped as torch does.
+        Acts on the last micro-batch of an accumulation window; before it, nothing is clipped and the norm of the last
+        update is returned (NaN before the first). Where no model is prepared, it clips as torch does.
 
         Returns:
             Scalar, on the gradients' device.
@@ -424,11 +393,7 @@ class AcceleratorStepping(AcceleratorSettings):
         return found
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide the gradients by the fp16 loss scale, once per step; a no-op in other precisions.
-
-        Args:
-            optimizer: whose gradients, one or several; None means all.
-        """
+        """Divide the gradients of one, several or all optimizers by the fp16 loss scale, once per step."""
         if optimizer is None:
             for prepared in self._prepared.units:
                 prepared.unit.unscale_gradients()

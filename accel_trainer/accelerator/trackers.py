@@ -13,6 +13,7 @@ from torch import Tensor, profiler
 
 from accel_trainer import logging
 from accel_trainer.accelerator.settings import AcceleratorSettings
+from accel_trainer.accelerator.shared_state import Forwarded
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.kwargs import ProfileKwargs, ProjectConfiguration
 from accel_trainer.registry import installed_trackers, load_tracker, tracker_names
@@ -79,12 +80,11 @@ class Trackers:
         options: Mapping[str, Any],
         config: Mapping[str, Any] | None,
     ) -> None:
+        tracker: Any = choice
         try:
             # Trackers that are written for other libraries open their run when they are made.
             if isinstance(choice, type):
                 tracker = _make(choice, project_name, self._project.logging_dir, options)
-            else:
-                tracker = choice
             tracker.start()
         except (TypeError, ValueError, ImportError):
             raise
@@ -102,10 +102,7 @@ class Trackers:
         if self.chosen and not self._is_open:
             logger.warning_once("log() was called before init_trackers(): nothing is stored")
         if self.opened:
-            plain = {
-                key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-                for key, value in values.items()
-            }
+            plain = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in values.items()}
             for tracker in self.opened:
                 self._call(tracker, "log", dict(plain), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
@@ -138,11 +135,8 @@ class Trackers:
         if tracker.name not in self._failed:
             self._failed.add(tracker.name)
             logger.warning(
-                "tracker %r failed in %s, and the training goes on; further failures are not reported: %s: %s",
-                tracker.name,
-                method,
-                type(error).__name__,
-                redact(str(error), self._secrets),
+                f"tracker {tracker.name!r} failed in {method}, and the training goes on; further failures are not "
+                f"reported: {type(error).__name__}: {redact(str(error), self._secrets)}",
                 main_process_only=False,
             )
 
@@ -212,15 +206,10 @@ class AcceleratorTracking(AcceleratorSettings):
 
     _trackers: Trackers
 
-    @property
-    def log_with(self) -> list[GeneralTracker | type[GeneralTracker]]:
-        """Trackers that `init_trackers` opens."""
-        return self._trackers.chosen
-
-    @property
-    def trackers(self) -> list[GeneralTracker]:
-        """Open trackers that this rank logs to."""
-        return self._trackers.opened
+    log_with = Forwarded[list[GeneralTracker | type[GeneralTracker]]]("_trackers.chosen")
+    """Trackers that `init_trackers` opens."""
+    trackers = Forwarded[list[GeneralTracker]]("_trackers.opened")
+    """Open trackers that this rank logs to."""
 
     def init_trackers(
         self,
@@ -228,9 +217,7 @@ class AcceleratorTracking(AcceleratorSettings):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open a run with every tracker of `log_with`. Collective: every rank calls it.
-
-        A tracker that cannot be reached is left out with a warning; later calls find its place empty.
+        """Open a run with every tracker of `log_with`, but those that cannot be reached, with a warning. Collective.
 
         Args:
             project_name: of the project or experiment that the run belongs to.
@@ -254,15 +241,12 @@ class AcceleratorTracking(AcceleratorSettings):
 
         Args:
             values: by name; tensors of one element become numbers, which waits for the device.
-            step: the update that they belong to.
             log_kwargs: further arguments by tracker: `{"wandb": {"commit": False}}`.
         """
         self._trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return the tracker called `name`; on ranks that do not log, one that does nothing.
-
-        Its own methods raise their errors: only `Accelerator.log` turns failures into warnings.
+        """Return the tracker called `name`, whose methods raise; on ranks that do not log, one that does nothing.
 
         Args:
             unwrap: return the library's own run object instead, None on ranks that do not log.
@@ -275,11 +259,7 @@ class AcceleratorTracking(AcceleratorSettings):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[profiler.profile]:
-        """Record the operations of a block, and yield torch's profiler. Collective at its end, unless it raises.
-
-        Args:
-            profile_handler: options of the trace; without it, those in `kwargs_handlers`.
-        """
+        """Record a block with torch's profiler, by default as `kwargs_handlers` says. Collective at its end."""
         handler = self._options.profile if profile_handler is None else profile_handler
         with handler.build(self.process.rank) as recorder:
             yield recorder
@@ -288,10 +268,7 @@ class AcceleratorTracking(AcceleratorSettings):
             dist.barrier()
 
     def end_training(self) -> None:
-        """Close the trackers, wait for every rank, and leave the process group. Collective; a script's last call.
-
-        A background save is waited for, and its error raised.
-        """
+        """Finish a background save, whose error is raised, and the trackers; leave the job. Collective, at the end."""
         self._checkpointer.close()
         self._trackers.finish()
         if not self._data_config.split_batches:

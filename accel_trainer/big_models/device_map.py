@@ -47,23 +47,17 @@ def get_max_memory(max_memory: Mapping[Place, int | str] | None = None) -> dict[
     """
     if max_memory is None:
         return _free_memory()
-    _check_places(max_memory)
-    numbers = sorted(place for place in max_memory if isinstance(place, int))
-    ordered: list[Place] = [*numbers, *(place for place in _HOST if place in max_memory)]
-    return {place: convert_file_size_to_int(max_memory[place]) for place in ordered}
-
-
-def _check_places(max_memory: Iterable[Place]) -> None:
-    """Refuse keys that are no places, and warn of accelerators that are not there."""
     unknown = [place for place in max_memory if not isinstance(place, int) and place not in _HOST]
     if unknown:
         raise ConfigError(
             f"max_memory has {unknown[0]!r}; expected numbers of accelerators, 'mps', 'cpu' or 'disk' for its keys"
         )
     count = torch.accelerator.device_count()
-    for number in sorted(place for place in max_memory if isinstance(place, int)):
-        if not 0 <= number < count:
-            logger.warning("max_memory names device %s, and this machine has %s accelerator(s)", number, count)
+    numbers = sorted(place for place in max_memory if isinstance(place, int))
+    for number in sorted({*numbers} - {*range(count)}):
+        logger.warning("max_memory names device %s, and this machine has %s accelerator(s)", number, count)
+    ordered: list[Place] = [*numbers, *(place for place in _HOST if place in max_memory)]
+    return {place: convert_file_size_to_int(max_memory[place]) for place in ordered}
 
 
 def _free_memory() -> dict[Place, int]:
@@ -95,12 +89,10 @@ def get_balanced_memory(
     special_dtypes: DTypes | None = None,
     low_zero: bool = False,
 ) -> dict[Place, int]:
-    """Return a `max_memory` with which `infer_auto_device_map` fills all accelerators about alike.
+    """Return a `max_memory` with which `infer_auto_device_map`, whose arguments these are, fills accelerators alike.
 
     Args:
         max_memory: bounds, as of `get_max_memory`; a device with 0 takes no part. The last accelerator keeps its own.
-        no_split_module_classes: names of classes whose modules stay on one device.
-        dtype: which floating-point tensors are going to be converted to; `special_dtypes` by name.
         low_zero: leave as much as possible of the first accelerator free.
     """
     bounds = get_max_memory(max_memory)
@@ -124,10 +116,7 @@ def get_balanced_memory(
 
 
 def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: Sequence[str]) -> int:
-    """Return how much more than its mean share a device gets: layers do not fill one to the brim.
-
-    A fourth more than the larger of the first block that stays together, of each class, and the mean layer.
-    """
+    """Return how much more than its mean share a device gets: layers do not fill one to the brim."""
     blocks: dict[str, int] = {}
     for name, module in model.named_modules():
         if name in sizes and name and type(module).__name__ in no_split:
@@ -135,6 +124,7 @@ def _slack(model: nn.Module, sizes: Mapping[str, int], no_split: Sequence[str]) 
     tensors = set(get_module_leaves(sizes))
     layers = get_module_leaves(name for name in sizes if name not in tensors)
     mean = sum(sizes[name] for name in layers) // max(len(layers), 1)
+    # A fourth more than the larger of the first block that stays together, of each class, and the mean layer.
     return int(1.25 * max(mean, *blocks.values(), 0))
 
 
@@ -147,10 +137,7 @@ def get_module_size_with_ties(
 ) -> tuple[int, list[str], list[Any]]:
     """Return the bytes of a module with the modules that its tied parameters bring along, their names, and themselves.
 
-    Args:
-        tied_params: names outside of the module of parameters that it has, too.
-        module_size: its own bytes, which count the shared values.
-        modules_to_treat: the entries that have no device yet; a tied parameter in none of them brings nothing.
+    `tied_params` are names outside of the module. One in none of `modules_to_treat` brings nothing along.
     """
     names, modules, total = [], [], module_size
     for parameter in tied_params:
@@ -213,14 +200,7 @@ class _Allocation:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        budget: Mapping[Place, int],
-        sizes: Mapping[str, int],
-        no_split: Sequence[str],
-        *,
-        uses_fallback: bool,
-        says_why: bool,
+        self, model: nn.Module, budget: Mapping[Place, int], sizes: Mapping[str, int], no_split: Sequence[str]
     ) -> None:
         self.budget, self.sizes, self.no_split = budget, sizes, no_split
         self.tied = find_tied_parameters(model)
@@ -233,7 +213,7 @@ class _Allocation:
         self.found: dict[str, Place] = {}
         self.placed: dict[Place, list[Any]] = {place: [] for place in self.devices}
         self.too_small: dict[Place, int] = {}
-        self._uses_fallback, self._says_why = uses_fallback, says_why
+        self.uses_fallback = self.says_why = False
         self._measure()
 
     def _measure(self) -> None:
@@ -241,7 +221,7 @@ class _Allocation:
         self._largest, self._largest_names = get_max_layer_size(modules, self.sizes, self.no_split)
 
     def _say(self, text: str) -> None:
-        if self._says_why:
+        if self.says_why:
             print(text)
 
     def _take_next(self) -> Entry:
@@ -296,7 +276,7 @@ class _Allocation:
 
     def _place_another(self, place: Place, entry: Entry, needed: int) -> bool:
         """Put the first later entry that fits before this one, where a device would stay empty."""
-        if self.used[place] or not self._uses_fallback or place == "disk":
+        if self.used[place] or not self.uses_fallback or place == "disk":
             return False
         free = self.budget[place] - max(self._largest, needed)
         name, module, rest = fallback_allocate(self.waiting, self.sizes, free, self.no_split, self.tied)
@@ -320,31 +300,19 @@ def infer_auto_device_map(
 
     Modules keep their order, so that activations cross devices as seldom as possible, and names of a tied parameter
     come together. The first accelerator and the host keep room for the largest layer behind them. Only sizes are read:
-    the model may be on the meta device.
+    the model may be on the meta device. `max_memory` is as of `get_max_memory`.
 
     Args:
-        max_memory: as of `get_max_memory`.
         no_split_module_classes: names of classes whose modules stay on one device: blocks with a residual connection.
         dtype: which floating-point tensors are going to be converted to; `special_dtypes` by name.
-        verbose: print each decision.
         clean_result: name a module once where all that is in it goes to one device.
         offload_buffers: buffers of offloaded modules are offloaded too, and take no room on an accelerator.
-        fallback_allocation: where the next module does not fit on a device that is still empty, take a later one that
-            does.
-
-    Raises:
-        ConfigError: `max_memory` cannot be read.
+        fallback_allocation: where the next module does not fit on an empty device, take a later one that does.
     """
     budget = get_max_memory(max_memory)
     sizes = compute_module_sizes(model, dtype, special_dtypes)
-    allocation = _Allocation(
-        model,
-        budget,
-        sizes,
-        class_names(no_split_module_classes),
-        uses_fallback=fallback_allocation,
-        says_why=verbose,
-    )
+    allocation = _Allocation(model, budget, sizes, class_names(no_split_module_classes))
+    allocation.uses_fallback, allocation.says_why = fallback_allocation, verbose
     if not allocation.tied and check_tied_parameters_in_config(model):
         logger.warning("the configuration ties weights, and the model's are not: call model.tie_weights() before")
     while allocation.waiting:
@@ -353,10 +321,8 @@ def infer_auto_device_map(
         _warn_of_buffers(allocation, dtype, special_dtypes)
     for place, needed in allocation.too_small.items():
         logger.warning(
-            "insufficient memory on %s: no module was placed there, and the first one needs %s bytes, room for the "
-            "largest layer included; raise max_memory, or give fallback_allocation=True",
-            place,
-            needed,
+            f"insufficient memory on {place}: no module was placed there, and the first one needs {needed} bytes, room "
+            "for the largest layer included; raise max_memory, or give fallback_allocation=True"
         )
     return clean_device_map(allocation.found) if clean_result else allocation.found
 
@@ -377,11 +343,7 @@ def _warn_of_buffers(allocation: _Allocation, dtype: DType | None, special_dtype
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Name a module once where all that is in it goes to one device; in place, and returned.
-
-    Args:
-        module_name: only what is inside of this module.
-    """
+    """Name a module, inside of `module_name`, once where all in it goes to one device; in place, and returned."""
     inside = {name: place for name, place in device_map.items() if not module_name or _is_inside(name, module_name)}
     if len(inside) > 1 and len(set(inside.values())) == 1:
         kept = {name: place for name, place in device_map.items() if name not in inside}

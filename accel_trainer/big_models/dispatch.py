@@ -1,9 +1,10 @@
-"""Models larger than a device: blocks spread over accelerators, host memory and disk, and brought in to compute."""
+"""Models larger than a device: blocks spread over accelerators, host and disk, brought in to compute, and read back."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 from accel_trainer import logging
 from accel_trainer.big_models.alignment import (
     AlignDevicesHook,
+    align_module_device,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
+    has_offloaded_params,
+    offload_hooks,
 )
 from accel_trainer.big_models.device_map import check_device_map, get_balanced_memory, infer_auto_device_map
 from accel_trainer.big_models.module_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, watch_moves
@@ -24,15 +28,20 @@ from accel_trainer.big_models.module_tensors import (
     check_tied_parameters_on_same_device,
     find_tied_parameters,
     retie_parameters,
+    set_module_tensor_to_device,
 )
+from accel_trainer.checkpoint.safetensors_file import LazyTensor, SafetensorsFile
+from accel_trainer.checkpoint.torch_files import load_torch_file
 from accel_trainer.checkpoint.weights.into_model import describe_names, load_checkpoint_in_model, place_of
 from accel_trainer.checkpoint.weights.offloaded import (
     OFFLOAD_INDEX_NAME,
     OffloadedWeightsLoader,
+    load_offloaded_weight,
     offload_state_dict,
     read_offload_index,
 )
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError, OffloadedModelError
+from accel_trainer.runtime.process import with_index
 
 logger = logging.get_logger(__name__)
 
@@ -55,7 +64,6 @@ def cpu_offload(
 
     Args:
         execution_device: where it computes; None is the device of its first parameter.
-        offload_buffers: do so with buffers, too.
         state_dict: the weights; None is those of the model.
         preload_module_classes: names of classes whose modules use the weights of modules inside without calling them.
     """
@@ -71,10 +79,7 @@ def cpu_offload_with_hook(
     """Keep a whole model in host memory until its forward, and return it with a hook that moves it back.
 
     It stays on the device after forward: for pipelines, in which one model runs in a loop before the next one does.
-
-    Args:
-        execution_device: None is the accelerator, or the host where there is none.
-        prev_module_hook: what this function returned for the model before, which leaves the device then.
+    Arguments as of `CpuOffload`.
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -90,11 +95,8 @@ def disk_offload(
 ) -> nn.Module:
     """Keep a model's weights in files, map those of each layer for its forward, and return the model.
 
-    Weights that have memory are written, also where the folder has files of their names. Those on the meta device are
-    taken from the folder.
-
-    Args:
-        offload_dir: one file for each weight, and their index. The other arguments are as of `cpu_offload`.
+    Weights that have memory are written to `offload_dir`, also over files of their names; those on the meta device are
+    taken from there. The other arguments are as of `cpu_offload`.
 
     Raises:
         IncompatibleCheckpointError: a weight has no values, neither in the model nor in the folder.
@@ -138,11 +140,7 @@ def _aliases(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
 
 
 def _write_missing(model: nn.Module, state: Mapping[str, Tensor], folder: Folder) -> Index:
-    """Write the weights of `state` that have memory, and return the folder's index, which has the others.
-
-    Raises:
-        IncompatibleCheckpointError: it has not.
-    """
+    """Write the weights of `state` that have memory, and return the folder's index, which has to have the others."""
     present = {name: tensor for name, tensor in state.items() if not tensor.is_meta}
     if present:
         offload_state_dict(folder, present)
@@ -186,14 +184,12 @@ def dispatch_model(
     their weights are brought in for the forward of each layer, those of the next one while it computes.
 
     Args:
-        device_map: a device, or `"disk"`, by the names of modules; see `infer_auto_device_map`.
+        device_map: as `infer_auto_device_map` returns it.
         main_device: where offloaded blocks compute; None is the first accelerator in the map.
         state_dict: the weights of the blocks on the host; None is those of the model.
         offload_dir: where the weights of the blocks on disk are, or are written to.
         offload_index: where they are stored already, by name, as `read_offload_index` returns it.
-        offload_buffers: offload buffers, too.
         skip_keys: keyword arguments, and keys of outputs, that stay on their device.
-        preload_module_classes: as of `cpu_offload`.
         force_hooks: add hooks also where all goes to one device.
 
     Raises:
@@ -235,6 +231,16 @@ def _copies_of(model: nn.Module, tied: Iterable[Sequence[str]]) -> TiedTensors:
     return {parameter.data_ptr(): {} for parameter in parameters if not parameter.is_meta}
 
 
+def _state_on(
+    places: Iterable[str], model: nn.Module, device_map: Mapping[str, Device], with_buffers: bool
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of a model's state dict that go to each of some places."""
+    left_out = set() if with_buffers else {name for name, _ in model.named_buffers()}
+    state = {name: each for name, each in model.state_dict(keep_vars=True).items() if name not in left_out}
+    place_by_name = {name: place_of(name, device_map) for name in state}
+    return [{name: each for name, each in state.items() if place_by_name[name] == place} for place in places]
+
+
 def _weights_of(
     model: nn.Module,
     device_map: Mapping[str, Device],
@@ -255,16 +261,6 @@ def _weights_of(
         return None
     state_dict, index = state_dict or {}, index or {}
     return OffloadedWeightsLoader(state_dict, folder, index, aliases=_aliases(model, [*state_dict, *index]))
-
-
-def _state_on(
-    places: Iterable[str], model: nn.Module, device_map: Mapping[str, Device], with_buffers: bool
-) -> list[dict[str, Tensor]]:
-    """Return the tensors of a model's state dict that go to each of some places."""
-    left_out = set() if with_buffers else {name for name, _ in model.named_buffers()}
-    state = {name: each for name, each in model.state_dict(keep_vars=True).items() if name not in left_out}
-    place_by_name = {name: place_of(name, device_map) for name in state}
-    return [{name: each for name, each in state.items() if place_by_name[name] == place} for place in places]
 
 
 def _index_of(
@@ -321,18 +317,13 @@ def load_checkpoint_and_dispatch(
     """Load weights, send each block to its device, and return the model ready to run.
 
     Blocks on `"disk"` compute with the mapped safetensors files of the checkpoint: nothing is written, and of torch's
-    own files one copy.
-
-    `skip_keys`, `preload_module_classes` and `force_hooks` are as of `dispatch_model`; others that are not named here
-    are as of `load_checkpoint_in_model`.
+    own files one copy. Arguments that are not named here are as of `load_checkpoint_in_model` or `dispatch_model`.
 
     Args:
-        checkpoint: as of `load_checkpoint_in_model`.
         device_map: devices by the names of modules; "auto" or "balanced" to fill accelerators alike,
             "balanced_low_0" to leave the first one free, "sequential" to fill one after the other; or one device. None
             loads the weights, and leaves the model where it is.
-        max_memory: bounds for the words, as of `get_max_memory`.
-        no_split_module_classes: names of classes whose modules stay on one device.
+        max_memory: bounds for the words, as of `infer_auto_device_map`; so is `no_split_module_classes`.
         offload_folder: for copies of weights that go to disk and are in no safetensors file.
 
     Raises:
@@ -391,11 +382,7 @@ def _choose_map(
     *,
     offload_buffers: bool,
 ) -> Mapping[str, Device]:
-    """Return the device map for a word, or for one device.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return the device map for a word, or for one device; a ConfigError for others."""
     if wanted in _STRATEGIES:
         bounds = max_memory
         if wanted != "sequential":
@@ -408,3 +395,86 @@ def _choose_map(
             f"device_map={wanted!r} is no device; expected one, such as 'cpu' or 0, names of modules with devices, or "
             f"one of {', '.join(map(repr, _STRATEGIES))}"
         ) from error
+
+
+def is_offloaded(model: nn.Module) -> bool:
+    """Return whether weights of a model come to their device for each forward only."""
+    return any(has_offloaded_params(module) for module in model.modules())
+
+
+def lazy_state_dict(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
+    """Return the state dict of a model with its offloaded weights, which are read when they are called for."""
+    offloaded: dict[str, Tensor | LazyTensor] = {}
+    converted: dict[tuple[int, torch.dtype], LazyTensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for hook in offload_hooks(module):
+            for name, dtype, stored in hook.outlines():
+                found: Tensor | LazyTensor = stored
+                if stored.dtype != dtype:
+                    later = LazyTensor(dtype, tuple(stored.shape), partial(stored.to, dtype))
+                    found = converted.setdefault((stored.data_ptr(), dtype), later)  # names of tied weights share one
+                offloaded[f"{path}.{name}" if path else name] = found
+    state = {name: offloaded.get(name, tensor) for name, tensor in model.state_dict().items()}
+    empty = [name for name, tensor in state.items() if isinstance(tensor, Tensor) and tensor.is_meta]
+    if empty:
+        raise ConfigError(
+            f"{describe_names(empty)} of {type(model).__name__} have no values: they are on the meta device, and not "
+            "offloaded; load them with load_checkpoint_and_dispatch()"
+        )
+    return state
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of a model in host memory, its offloaded weights included: mapped ones stay in their files.
+
+    Raises:
+        ConfigError: tensors have no values anywhere.
+    """
+    state = lazy_state_dict(model)
+    return {name: (each if isinstance(each, Tensor) else each()).to("cpu") for name, each in state.items()}
+
+
+def get_state_dict_from_offload(
+    module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Device = "cpu"
+) -> dict[str, Any]:
+    """Fill in those entries of `state_dict` that are tensors of a module, offloaded ones on a device, and return it.
+
+    Args:
+        module_name: the name of one tensor of the module, with the path to it, such as `"layers.0.weight"`.
+    """
+    path = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
+        for name, tensor in module.state_dict().items():
+            full = f"{path}.{name}" if path else name
+            if full in state_dict:
+                state_dict[full] = tensor
+    return state_dict
+
+
+def load_offloaded_weights(model: nn.Module, index: Index | None, offload_folder: Folder) -> None:
+    """Put the weights of an index, which have a file each in a folder, into a model on the host."""
+    for name, entry in (index or {}).items():
+        weight = load_offloaded_weight(Path(offload_folder, f"{name}.dat"), entry)
+        set_module_tensor_to_device(model, name, "cpu", value=weight)
+
+
+def load_state_dict(checkpoint_file: Folder, device_map: Mapping[str, Device] | None = None) -> dict[str, Any]:
+    """Return the tensors of one file, safetensors or torch's own; those of torch's own are on the host.
+
+    Args:
+        device_map: devices by the start of the names; what it does not name, or sends to `"disk"`, is on the host.
+
+    Raises:
+        CheckpointNotFoundError: there is no file.
+        IncompatibleCheckpointError: it cannot be read, or is not in PyTorch's layout.
+    """
+    path = Path(checkpoint_file)
+    if path.suffix != ".safetensors":
+        found: dict[str, Any] = load_torch_file(path)
+        return found
+    file, places = SafetensorsFile(path), {"": "cpu", **(device_map or {})}
+    found = {}
+    for name in file:
+        place = place_of(name, places)
+        found[name] = file[name].to("cpu" if place == "disk" else with_index(place))
+    return found

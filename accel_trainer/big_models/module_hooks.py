@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -95,10 +96,7 @@ def _run(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a module's own forward between its hook's methods."""
     hook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
-    if hook.no_grad:
-        with torch.no_grad():
-            output = module._old_forward(*args, **kwargs)
-    else:
+    with torch.no_grad() if hook.no_grad else nullcontext():
         output = module._old_forward(*args, **kwargs)
     return hook.post_forward(module, output)
 
@@ -110,11 +108,7 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Run a hook around the forward of a module, and return the module.
-
-    Args:
-        append: after the hook that the module has; otherwise in its place.
-    """
+    """Run a hook around a module's forward, in the place of its present one or after it, and return the module."""
     present: ModelHook | None = getattr(module, _HOOK, None)
     if append and present is not None:
         remove_hook_from_module(module)
@@ -131,18 +125,13 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take the hook off a module, and return the module as it was before.
-
-    Args:
-        recurse: off the modules inside, too.
-    """
+    """Take the hook off a module, with `recurse` off those inside, too, and return the module as it was before."""
     if hasattr(module, _HOOK):
         getattr(module, _HOOK).detach_hook(module)
         delattr(module, _HOOK)
     if hasattr(module, _FORWARD):
         forward = getattr(module, _FORWARD)
-        is_own = getattr(forward, "__func__", None) is type(module).forward and not isinstance(module, fx.GraphModule)
-        if is_own:
+        if getattr(forward, "__func__", None) is type(module).forward and not isinstance(module, fx.GraphModule):
             vars(module).pop("forward", None)
         else:
             _set_forward(module, forward)
@@ -185,7 +174,7 @@ class CpuOffload(ModelHook):
         """Describe the hook.
 
         Args:
-            execution_device: where the model computes; None is the accelerator, or the host where there is none.
+            execution_device: None is the accelerator, or the host where there is none.
             prev_module_hook: of the model that leaves the device before this one comes.
         """
         if execution_device is None:
@@ -230,15 +219,8 @@ class UserCpuOffloadHook:
         remove_hook_from_module(self.model)
 
 
-LAYERS_TO_CAST = (
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Linear,
-)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS_TO_CAST = (*_CONVOLUTIONS, nn.Linear)
 
 
 class LayerwiseCastingHook(ModelHook):
@@ -274,9 +256,8 @@ def attach_layerwise_casting_hooks(
 ) -> None:
     """Keep linear layers and convolutions in `storage_dtype`, such as `torch.float8_e4m3fn`, and compute in another.
 
-    Args:
-        skip_modules_pattern: regular expressions; modules whose names have a match stay as they are, and all inside.
-        skip_modules_classes: likewise by class.
+    Modules whose names match one of the regular expressions `skip_modules_pattern`, or of `skip_modules_classes`, stay
+    as they are, and all inside.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
     waiting = [("", module)]

@@ -15,6 +15,8 @@ from accel_trainer.runtime.memory import clear_device_cache
 from accel_trainer.runtime.process import with_index
 from accel_trainer.runtime.torch_private import non_persistent_buffers, parameter_like, tensor_registry
 
+logger = logging.get_logger(__name__)
+
 Device = int | str | torch.device
 TiedTensors = dict[int, dict[Any, Tensor]]
 """By the address of a tied tensor's values, its copy on each device that has one."""
@@ -23,11 +25,7 @@ TiedTensors = dict[int, dict[Any, Tensor]]
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a module and then its buffers, by name; a tied one once.
-
-    Args:
-        remove_non_persistent: leave out the buffers that are in no state dict.
-    """
+    """Yield the parameters of a module and then its buffers, by name; a tied one once."""
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
         left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
@@ -35,12 +33,7 @@ def named_module_tensors(
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of the buffers that are in no state dict.
-
-    Args:
-        recurse: those of all modules inside, too.
-        fqns: full names, from `module` on; otherwise the last word of each, which several may share.
-    """
+    """Return the names of the buffers that are in no state dict, full ones with `fqns`, else the last word of each."""
     owners = module.named_modules() if recurse else [("", module)]
     return {
         f"{owner}.{name}" if fqns and owner else name
@@ -62,11 +55,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def find_registry(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Return the dict in which the tensor `name` stands, and its key there.
-
-    Raises:
-        ConfigError: there is no such parameter or buffer.
-    """
+    """Return the dict in which the tensor `name` stands, and its key there; a ConfigError where there is none."""
     owner, _, leaf = name.rpartition(".")
     try:
         registry = tensor_registry(module.get_submodule(owner), leaf)
@@ -109,9 +98,7 @@ def set_module_tensor_to_device(
         value: what it holds from now on; needed where it has no memory yet.
         dtype: of floating-point values; None is that of the old tensor.
         fp16_statistics: the attribute `SCB` of an int8 weight of bitsandbytes.
-        tied_params_map: tied tensors that already are on a device, by the address of their values: taken from there,
-            and added to it.
-        non_blocking: do not wait for a copy to an accelerator.
+        tied_params_map: tied tensors that already are on a device, by the address of their values: read and added to.
         clear_cache: return unused memory of an accelerator to it afterwards.
 
     Raises:
@@ -167,9 +154,6 @@ def _wanted_dtype(source: Tensor, old: Tensor | None, dtype: str | torch.dtype |
     if dtype is None:
         return source.dtype if old is None else old.dtype
     return as_dtype(dtype) if source.is_floating_point() or source.is_complex() else source.dtype
-
-
-logger = logging.get_logger(__name__)
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:

@@ -36,12 +36,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B\s*", re.IGNORECASE)
 
 
 def convert_file_size_to_int(size: float | str) -> int:
-    """Return a size such as `"10GB"`, `"1.5GiB"` or `500` in bytes.
+    """Return a size such as `"10GB"`, `"1.5GiB"` or `500` in bytes; a ConfigError for others.
 
     A lower-case b after a decimal unit counts bits (`"8Mb"` is a million bytes); binary units count bytes in any case.
-
-    Raises:
-        ConfigError: it is no such size.
     """
     if isinstance(size, (int, float)):  # transformers gives a share of the free memory
         return int(size)
@@ -64,13 +61,8 @@ def convert_bytes(size: float) -> str:
 
 
 def dtype_byte_size(dtype: DType) -> float:
-    """Return the bytes of one value: of `torch.bool` the eighth that it needs, though torch stores a byte.
-
-    Raises:
-        ConfigError: it is no dtype.
-    """
-    width = _width(dtype)
-    return 1 / 8 if dtype == torch.bool else width
+    """Return the bytes of one value: of `torch.bool` the eighth that it needs, though torch stores a byte."""
+    return 1 / 8 if dtype == torch.bool else _width(dtype)
 
 
 def _width(dtype: DType) -> float:
@@ -86,9 +78,7 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the bytes of each tensor and of each module, the model itself under `""`. A tied tensor counts once.
 
-    Args:
-        dtype: which floating-point tensors of larger types are going to be converted to.
-        special_dtypes: by the name of a tensor, another one for it.
+    Floating-point tensors of larger types count as `dtype`, those in `special_dtypes` as the one under their name.
     """
     target = math.inf if dtype is None else _width(dtype)
     special = {name: _width(each) for name, each in (special_dtypes or {}).items()}
@@ -138,10 +128,7 @@ def is_unit(entry: Any, no_split: Sequence[str]) -> bool:
 def get_max_layer_size(
     modules: Sequence[Entry], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str]
 ) -> tuple[int, list[str]]:
-    """Return the bytes of the largest layers in `modules`, and the names of all that have this size.
-
-    A layer is a tensor, a module without children, or one of a class in `no_split_module_classes`.
-    """
+    """Return the bytes of the largest layers in `modules`, and the names of all that have this size; see `is_unit`."""
     largest, names = 0, []
     waiting = list(reversed(modules))
     while waiting:

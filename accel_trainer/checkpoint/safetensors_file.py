@@ -146,7 +146,7 @@ class StagingMemory:
             copies[name] = buffer[begin : begin + num_bytes].view(source.dtype).reshape(tuple(source.shape))
             source = source if isinstance(source, Tensor) else source()
             if self._side is not None and source.device == self._device:
-                self._side.copy_to_host(source.detach(), copies[name])
+                self._side.copy(source.detach(), copies[name])
             else:
                 copies[name].copy_(source.detach())
             begin += rooms[name]
@@ -187,7 +187,7 @@ def chunks_of(tensor: Tensor) -> Iterator[memoryview]:
     for index, chunk in enumerate((*chunks, None)):
         if chunk is not None:
             room = buffers[index % 2][: chunk.numel()]
-            side.copy_to_host(chunk, room)
+            side.copy(chunk, room)
             begun.append((room, side.mark()))
         if begun and (chunk is None or len(begun) == 2):
             room, end = begun.popleft()
@@ -214,7 +214,7 @@ def copy_stored(source: Tensor, target: Tensor) -> None:
             ends[index - 2].synchronize()
         room = buffers[index % 2][: len(piece)]
         room.copy_(piece)
-        side.copy_from_host(room, place)
+        side.copy(room, place)
         ends.append(side.mark())
     side.hand_over(ends[-1], ())
 

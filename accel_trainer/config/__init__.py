@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from accel_trainer.config.config_source import packaged_names
 from accel_trainer.config.dialects.fsdp import fsdp_options
 from accel_trainer.config.files import Dialect, read_file, to_file_dict, to_yaml
 from accel_trainer.config.layer import Source, SourceKind
-from accel_trainer.config.readers.config_source import packaged_names
 from accel_trainer.config.resolve import Resolved, build_config, flag_name, resolve
 from accel_trainer.config.schema import (
     ChangedRunAction,

@@ -66,7 +66,7 @@ def json_schema() -> dict[str, Any]:
 
 def _property(spec: FieldSpec) -> dict[str, Any]:
     result: dict[str, Any] = {"description": documentation().get(spec.path, "")}
-    kinds = typing.get_args(spec.annotation) if _is_union(spec.annotation) else (spec.annotation,)
+    kinds = typing.get_args(spec.annotation) if isinstance(spec.annotation, types.UnionType) else (spec.annotation,)
     words: list[str] = []
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, StrEnum):
@@ -87,17 +87,13 @@ def _property(spec: FieldSpec) -> dict[str, Any]:
     return result
 
 
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (types.UnionType, typing.Union)
-
-
 def commented_yaml(content: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
     """Return a file of ours as YAML: a comment behind each key, and the line by which editors find the schema.
 
     Args:
         comments: on keys that the schema does not have, by dotted path.
     """
-    from accel_trainer.config.readers.yaml_reader import dump_yaml  # a launch asks this module for texts alone
+    from accel_trainer.config.yaml_reader import dump_yaml  # a launch asks this module for texts alone
 
     head = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
     texts = {**documentation(), **(comments or {})}

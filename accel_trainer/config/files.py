@@ -9,13 +9,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from accel_trainer.config.deepspeed.keys import KNOWN_KEYS
-from accel_trainer.config.deepspeed.levels import put_block, put_document_block
+from accel_trainer.config.config_source import ConfigSource, FileProblemsError, load_document
+from accel_trainer.config.deepspeed_block import put_block, put_document_block
+from accel_trainer.config.deepspeed_keys import KNOWN_KEYS
 from accel_trainer.config.dialects import accelerate, fsdp
+from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer, Setting, SourceKind
 from accel_trainer.config.parallel import NOT_OFFERED
-from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, load_document
-from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key, thaw
 from accel_trainer.config.validation import show
 from accel_trainer.errors import did_you_mean
@@ -58,15 +58,11 @@ def read_file(source: ConfigSource) -> FileConfig:
     document = load_document(source)
     dialect, layer = _translate(document)
     if layer.problems:
-        problems = sorted(layer.problems, key=lambda problem: _line_of(problem, document.name))
+        line = re.compile(rf"{re.escape(document.name)}:(\d+)")
+        # In the order of the file: by the first line that each one names.
+        problems = sorted(layer.problems, key=lambda text: int(found[1]) if (found := line.search(text)) else 0)
         raise FileProblemsError(problems, document.name)
     return FileConfig(document.path, dialect, layer.settings, tuple(layer.notes), document.root.plain())
-
-
-def _line_of(problem: str, name: str) -> int:
-    """Return the first line that a message names, so that problems can be listed in the order of the file."""
-    found = re.search(rf"{re.escape(name)}:(\d+)", problem)
-    return int(found.group(1)) if found else 0
 
 
 def _translate(document: Document) -> tuple[Dialect, Layer]:
@@ -127,7 +123,7 @@ def to_file_dict(config: RunConfig, *, full: bool = False) -> dict[str, Any]:
 
 def to_yaml(config: RunConfig, *, full: bool = False) -> str:
     """Return `to_file_dict` as YAML text; `read_file` gives the same configuration back."""
-    from accel_trainer.config.readers.yaml_reader import dump_yaml
+    from accel_trainer.config.yaml_reader import dump_yaml
 
     return dump_yaml(to_file_dict(config, full=full))
 
@@ -149,14 +145,10 @@ def _translate_own(document: Document, content: dict[Key, Node], layer: Layer, *
             layer.put(ALIASES.get(key.name, key.name), document.entry(key, node))
         else:
             others = () if is_certain else (*accelerate.KNOWN_KEYS, *fsdp.KNOWN_KEYS)
-            hint = _section_hint(key.name) or did_you_mean(key.name, (*_OWN_KEYS, *others))
+            sections = (path.partition(".")[0] for path in field_specs() if path.endswith(f".{key.name}"))
+            one_level_off = next((f"; it belongs into the section {section!r}" for section in sections), "")
+            hint = one_level_off or did_you_mean(key.name, (*_OWN_KEYS, *others))
             layer.problems.append(document.unknown_key_problem(key, hint))
-
-
-def _section_hint(name: str) -> str:
-    """Name the section of a key that was written one level too high."""
-    sections = (path.partition(".")[0] for path in field_specs() if path.endswith(f".{name}"))
-    return next((f"; it belongs into the section {section!r}" for section in sections), "")
 
 
 def _translate_section(document: Document, section: Key, node: Node, layer: Layer) -> None:

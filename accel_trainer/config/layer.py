@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from accel_trainer.config.readers.document import Entry
+from accel_trainer.config.document import Entry
 from accel_trainer.config.schema import LOW_ENDS, field_specs
 from accel_trainer.config.validation import WrongValueError, coerce, show
 

@@ -63,7 +63,7 @@ def given_plan(config: RunConfig) -> dict[str, str]:
 
 def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
     """Return the contradictions of the sizes with other options, and with the number of processes where it is given."""
-    problems = [*_missing_axes(config, describe), *_other_replicas(config, describe), *_unlike_axes(config, describe)]
+    problems = [*_missing_axes(config, describe), *_unlike_axes(config, describe)]
     if problems:
         return problems
     numbers = {"launch.min_processes": config.launch.min_processes}
@@ -78,37 +78,6 @@ def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str
     return problems
 
 
-def _unlike_axes(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
-    """Return the contradictions of axes with each other, and with a reader for all ranks."""
-    problems = []
-    for path in ("parallel.tp_size", "parallel.cp_size", "parallel.sp_size"):
-        if get_value(config, path) > 1 and config.data.dispatch_batches:
-            problems.append(
-                f"{describe('data.dispatch_batches')} has one rank read for all, and {describe(path)} needs ranks that "
-                "read the same, each for itself; leave dispatch_batches off"
-            )
-    if config.parallel.cp_size > 1 and config.parallel.sp_size > 1:
-        problems.append(
-            f"{describe('parallel.cp_size')} contradicts {describe('parallel.sp_size')}: both share out the tokens of "
-            "a sequence; set one of them to 1"
-        )
-    if config.parallel.loss_parallel and config.parallel.tp_size == 1:
-        problems.append(
-            f"{describe('parallel.loss_parallel')} needs ranks that share the vocabulary; give a tp_size above 1, "
-            "or leave it off"
-        )
-    if len(given_plan(config)) < len(config.parallel.tp_plan):
-        problems.append(
-            f"{describe('parallel.tp_plan')} is not one NAME=STYLE for each module; write layers.*.up=colwise, for one"
-        )
-    if config.parallel.tp_size > 1 and config.parallel.ep_size > 1:
-        problems.append(
-            f"{describe('parallel.ep_size')} contradicts {describe('parallel.tp_size')}: ranks that share the matrices "
-            "of a layer have its experts in full, too, and read the same data; set one of them to 1"
-        )
-    return problems
-
-
 def _missing_axes(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
     paths = [f"parallel.{axis}_size" for axis in _SIZES if axis not in _AXES_OF.get(config.strategy, _SIZES)]
     return [
@@ -119,16 +88,47 @@ def _missing_axes(config: RunConfig, describe: Callable[[str], str]) -> list[str
     ]
 
 
-def _other_replicas(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
-    asked, fsdp = config.parallel.dp_replicate_size, config.fsdp
-    if asked is None:
-        return []
-    others = {"replicate_size": fsdp.replicate_size not in (1, asked), "replicate_per_node": fsdp.replicate_per_node}
-    return [
-        f"{describe('parallel.dp_replicate_size')} contradicts {describe(f'fsdp.{name}')}: keep one of them"
-        for name, is_other in others.items()
-        if is_other
-    ]
+def _unlike_axes(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
+    """Return the contradictions of axes with each other, with replicas of `fsdp`, and with a reader for all ranks."""
+    sizes, fsdp, replicas = config.parallel, config.fsdp, config.parallel.dp_replicate_size
+    others = {"replicate_size": fsdp.replicate_size not in (1, replicas), "replicate_per_node": fsdp.replicate_per_node}
+    checks = (
+        *(
+            (
+                replicas is not None and is_other,
+                f"{describe('parallel.dp_replicate_size')} contradicts {describe(f'fsdp.{name}')}: keep one of them",
+            )
+            for name, is_other in others.items()
+        ),
+        *(
+            (
+                get_value(config, path) > 1 and config.data.dispatch_batches,
+                f"{describe('data.dispatch_batches')} has one rank read for all, and {describe(path)} needs ranks that "
+                "read the same, each for itself; leave dispatch_batches off",
+            )
+            for path in ("parallel.tp_size", "parallel.cp_size", "parallel.sp_size")
+        ),
+        (
+            sizes.cp_size > 1 and sizes.sp_size > 1,
+            f"{describe('parallel.cp_size')} contradicts {describe('parallel.sp_size')}: both share out the tokens of "
+            "a sequence; set one of them to 1",
+        ),
+        (
+            sizes.loss_parallel and sizes.tp_size == 1,
+            f"{describe('parallel.loss_parallel')} needs ranks that share the vocabulary; give a tp_size above 1, "
+            "or leave it off",
+        ),
+        (
+            len(given_plan(config)) < len(sizes.tp_plan),
+            f"{describe('parallel.tp_plan')} is not one NAME=STYLE for each module; write layers.*.up=colwise, for one",
+        ),
+        (
+            sizes.tp_size > 1 and sizes.ep_size > 1,
+            f"{describe('parallel.ep_size')} contradicts {describe('parallel.tp_size')}: ranks that share the matrices "
+            "of a layer have its experts in full, too, and read the same data; set one of them to 1",
+        ),
+    )
+    return [problem for is_wrong, problem in checks if is_wrong]
 
 
 def _paths_of(sizes: Mapping[str, int | None]) -> list[str]:
@@ -143,9 +143,6 @@ def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: in
     Args:
         describe: gives `path=value (from where)` for a dotted path.
         num_nodes: None where they have unequally many processes.
-
-    Raises:
-        ConfigError: they do not make this number of processes, or leave nothing to shard.
     """
     shards = "dp_shard" in _AXES_OF.get(config.strategy, AXES)
     sizes = {axis: get_value(config, f"parallel.{axis}_size") for axis in AXES}

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from accel_trainer.config.deepspeed.block import leaves, read_block
-from accel_trainer.config.deepspeed.levels import KEY_PREFIX, block_sources, merge_levels, put_block
+from accel_trainer.config.config_source import ConfigSource, FileProblemsError, problem_report
+from accel_trainer.config.deepspeed_block import KEY_PREFIX, block_sources, leaves, merge_levels, put_block, read_block
 from accel_trainer.config.dialects.environment import read_environment_layers, read_launch_variable
+from accel_trainer.config.document import Entry
 from accel_trainer.config.files import FileConfig, read_file
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.parallel import size_for_shards
-from accel_trainer.config.readers.config_source import ConfigSource, FileProblemsError, problem_report
-from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key
 from accel_trainer.config.validation import cross_problems, show_plain, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
@@ -44,12 +43,13 @@ class Resolved:
 
     def source(self, path: str) -> Source:
         """Return where the value at a dotted path came from."""
-        _check_path(path)
+        if path not in field_specs():
+            raise ConfigError(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
         return self.sources[path]
 
     def value(self, path: str) -> Any:
         """Return the value at a dotted path."""
-        _check_path(path)
+        self.source(path)  # refuses unknown ones
         return get_value(self.config, path)
 
     def is_set(self, path: str) -> bool:
@@ -73,11 +73,7 @@ class Resolved:
         return [(path, get_value(self.config, path), self.sources[path]) for path in field_specs()]
 
     def explain_block(self) -> list[tuple[str, Any, Source]]:
-        """Return (dotted path, value, source) of every value of the DeepSpeed configuration, those of its file too.
-
-        Raises:
-            ConfigError: the file has changed since, and cannot be read.
-        """
+        """Return (dotted path, value, source) of every value of the DeepSpeed configuration, those of its file too."""
         if not self.config.deepspeed:
             return []
         origins, default = self.block_origins(), self.sources["deepspeed"]
@@ -87,11 +83,6 @@ class Resolved:
             where = block.origins.get(key) or origins.get(key) or default.where
             rows.append((f"{KEY_PREFIX}{key}", value, Source(default.kind, where)))
         return rows
-
-
-def _check_path(path: str) -> None:
-    if path not in field_specs():
-        raise ConfigError(f"unknown option {path!r}{did_you_mean(path, field_specs())}")
 
 
 def _choose_by_sizes(config: RunConfig, settings: dict[str, Setting]) -> RunConfig:

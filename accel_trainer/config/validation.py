@@ -10,7 +10,7 @@ import re
 import signal
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
@@ -72,19 +72,14 @@ def _is_regex_list(patterns: tuple[str, ...]) -> bool:
         return False
 
 
-def _are_signals(names: tuple[str, ...]) -> bool:
-    return set(names) <= {item.name for item in signal.Signals} - {"SIGKILL", "SIGSTOP"}
-
-
-_SECONDS: tuple[Callable[[Any], bool], str] = (
-    lambda seconds: 0 < seconds <= 1e9,
-    "a positive number of seconds, 1e9 at most",
-)
+# torch counts nanoseconds in 64 bits, and waits not at all beyond 292 years.
+_SECONDS = (lambda seconds: 0 < seconds <= 1e9), "a positive number of seconds, 1e9 at most"
+_SIGNALS = {item.name for item in signal.Signals} - {"SIGKILL", "SIGSTOP"}
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "strategy": (lambda name: bool(name.strip()), "the name of a strategy such as auto, single, ddp or fsdp2"),
-    # torch counts nanoseconds in 64 bits, and waits not at all beyond 292 years.
     "timeout_seconds": _SECONDS,
-    **{f"hang.{name}_seconds": _SECONDS for name in ("step", "startup", "user", "evaluation", "save")},
+    **{path: _SECONDS for path in field_specs() if path.startswith("hang.")},
+    **{path: _at_least(1) for path in field_specs() if path.endswith("_size")},
     "local_steps": _at_least(1),
     "local_steps_after": _at_least(0),
     "outer_optimizer.lr": (lambda rate: rate > 0, "a positive number"),
@@ -99,15 +94,11 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "compile.mode": (lambda mode: mode in COMPILE_MODES, f"one of {', '.join(map(repr, COMPILE_MODES))}"),
     "ddp.bucket_cap_mb": _at_least(1),
     "fsdp.min_num_params": _at_least(1),
-    "fsdp.replicate_size": _at_least(1),
     "fsdp.ignored_modules": (_is_regex_list, "a list of valid regular expressions for module names"),
-    "parallel.dp_replicate_size": _at_least(1),
-    "parallel.dp_shard_size": _at_least(1),
-    "parallel.tp_size": _at_least(1),
-    "parallel.ep_size": _at_least(1),
-    "parallel.cp_size": _at_least(1),
-    "parallel.sp_size": _at_least(1),
-    "preemption.signals": (_are_signals, "names of signals that a process can take, such as SIGTERM and SIGUSR1"),
+    "preemption.signals": (
+        _SIGNALS.issuperset,
+        "names of signals that a process can take, such as SIGTERM and SIGUSR1",
+    ),
     "preemption.grace_seconds": (lambda seconds: seconds > 0, "a positive number of seconds"),
     "launch.num_processes": _at_least(1),
     "launch.min_processes": _at_least(1),
@@ -131,11 +122,9 @@ def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | No
     Args:
         lenient: take text for numbers and booleans too, as environment variables and accelerate's files need.
         text: the scalar as it stood unquoted in a file, if it did.
-
-    Raises:
-        WrongValueError: the value does not fit.
     """
-    kind = _without_none(spec.annotation)
+    # An option that may be None is written KIND | None.
+    kind = typing.get_args(spec.annotation)[0] if isinstance(spec.annotation, types.UnionType) else spec.annotation
     result: Any
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         result = _enum(kind, value, text)
@@ -153,12 +142,6 @@ def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | No
     if check is not None and not check(result):
         raise WrongValueError(expected)
     return result
-
-
-def _without_none(annotation: Any) -> Any:
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        return next(kind for kind in typing.get_args(annotation) if kind is not type(None))
-    return annotation
 
 
 def _unquoted_hint(value: Any, text: str | None) -> str:
@@ -265,92 +248,82 @@ def _mapping(value: Any, lenient: bool) -> FrozenDict:
 
 def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
     """Return the contradictions between options; `describe` gives `path=value (from where)` for a dotted path."""
-    problems = axis_problems(config, describe)
-    if config.fsdp.replicate_per_node and config.fsdp.replicate_size > 1:
-        problems.append(
+    launch, is_deepspeed = config.launch, config.strategy == "deepspeed"
+    is_fp8 = config.mixed_precision == MixedPrecision.FP8
+    checks = (
+        (
+            config.fsdp.replicate_per_node and config.fsdp.replicate_size > 1,
             f"{describe('fsdp.replicate_per_node')} contradicts {describe('fsdp.replicate_size')}: "
-            "give the number of replicas, or one per node, not both"
-        )
-    problems += _launch_problems(config, describe)
-    if config.mixed_precision == MixedPrecision.FP8:
-        problems += _fp8_problems(config, describe)
-    if config.local_steps is not None:
-        problems += _local_step_problems(config, describe)
-    return problems
-
-
-def _launch_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
-    """Return the contradictions of the numbers of machines and processes with each other, and with the strategy."""
-    problems, launch = [], config.launch
-    if launch.machine_rank >= launch.num_machines:
-        problems.append(
+            "give the number of replicas, or one per node, not both",
+        ),
+        (
+            launch.machine_rank >= launch.num_machines,
             f"{describe('launch.machine_rank')} does not fit {describe('launch.num_machines')}: "
-            "machines are numbered from 0 to num_machines - 1"
-        )
-    if launch.num_processes is not None and launch.num_processes % launch.num_machines:
-        problems.append(
+            "machines are numbered from 0 to num_machines - 1",
+        ),
+        (
+            launch.num_processes is not None and launch.num_processes % launch.num_machines,
             f"{describe('launch.num_processes')} cannot be divided over {describe('launch.num_machines')}: "
-            "every machine runs the same number of processes"
-        )
-    if launch.min_processes is not None and launch.min_processes > (launch.num_processes or 0):
-        problems.append(
+            "every machine runs the same number of processes",
+        ),
+        (
+            launch.min_processes is not None and launch.min_processes > (launch.num_processes or 0),
             f"{describe('launch.min_processes')} does not fit {describe('launch.num_processes')}: give both, "
-            "as num_processes MIN:MAX"
-        )
-    if launch.min_processes is not None and config.strategy == "deepspeed":
-        problems.append(
+            "as num_processes MIN:MAX",
+        ),
+        (
+            launch.min_processes is not None and is_deepspeed,
             f"{describe('launch.min_processes')} with {describe('strategy')}, whose engine's batch sizes are for one "
-            "number of processes; give num_processes one number, or shard with fsdp2"
-        )
-    return problems
-
-
-def _fp8_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
-    """Return the contradictions of fp8 with other options, whatever the device is."""
-    problems = []
-    if config.fp8.backend != Fp8Backend.AO:
-        problems.append(
-            f"{describe('fp8.backend')}: TransformerEngine and MS-AMP are not offered; use ao, which is torchao"
-        )
-    if config.strategy == "deepspeed":
-        problems.append(
+            "number of processes; give num_processes one number, or shard with fsdp2",
+        ),
+        (
+            is_fp8 and config.fp8.backend != Fp8Backend.AO,
+            f"{describe('fp8.backend')}: TransformerEngine and MS-AMP are not offered; use ao, which is torchao",
+        ),
+        (
+            is_fp8 and is_deepspeed,
             f"{describe('mixed_precision')} contradicts {describe('strategy')}, whose engine has no fp8 layers; use "
-            "strategy fsdp2 or ddp, or mixed_precision bf16"
-        )
-    if config.parallel.tp_size > 1:
-        problems.append(
+            "strategy fsdp2 or ddp, or mixed_precision bf16",
+        ),
+        (
+            is_fp8 and config.parallel.tp_size > 1,
             f"{describe('mixed_precision')} contradicts {describe('parallel.tp_size')}: layers that are split over "
-            "ranks do not compute in fp8 here; use a tp_size of 1, or mixed_precision bf16"
-        )
-    return problems
+            "ranks do not compute in fp8 here; use a tp_size of 1, or mixed_precision bf16",
+        ),
+        *_local_step_checks(config, describe),
+    )
+    return [*axis_problems(config, describe), *(problem for is_wrong, problem in checks if is_wrong)]
 
 
-def _local_step_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:
-    """Return the contradictions of updates that each rank makes to a replica of its own with other options."""
-    contradicting = {
-        "strategy": (
+def _local_step_checks(config: RunConfig, describe: Callable[[str], str]) -> Iterator[tuple[bool, str]]:
+    """Yield what contradicts updates that each rank makes to a replica of its own: whether it does, and the message."""
+    for path, is_wrong, reason in (
+        (
+            "strategy",
             config.strategy in ("fsdp2", "deepspeed"),
             "which keeps no replica of the model on each rank; use strategy ddp",
         ),
-        "mixed_precision": (
+        (
+            "mixed_precision",
             config.mixed_precision == MixedPrecision.FP16,
             "whose loss scale all ranks share, and an overflow on one of them would skip an update there only; use "
             "bf16",
         ),
-        "ddp.static_graph": (
+        (
+            "ddp.static_graph",
             config.ddp.static_graph,
             "with which DDP learns the graph in its first exchange of gradients; leave static_graph out",
         ),
-        "on_nonfinite": (
+        (
+            "on_nonfinite",
             config.on_nonfinite in (NonFiniteAction.SKIP_STEP, NonFiniteAction.ROLLBACK),
             "for which all ranks have to see the same gradients; use raise or warn",
         ),
-    }
-    return [
-        f"{describe('local_steps')} contradicts {describe(path)}, {reason}"
-        for path, (contradicts, reason) in contradicting.items()
-        if contradicts
-    ]
+    ):
+        yield (
+            config.local_steps is not None and is_wrong,
+            f"{describe('local_steps')} contradicts {describe(path)}, {reason}",
+        )
 
 
 UNUSED_UNDER = {
@@ -363,45 +336,40 @@ UNUSED_UNDER = {
 
 def unused_notes(config: RunConfig, given: Collection[str], describe: Callable[[str], str]) -> list[str]:
     """Return remarks on options that were given and that another option leaves without effect."""
-    decisive = {name: "strategy" for name, strategies in UNUSED_UNDER.items() if config.strategy in strategies}
-    if config.compile.backend == "no":
-        decisive["compile"] = "compile.backend"
-    if config.mixed_precision != MixedPrecision.FP8:
-        decisive["fp8"] = "mixed_precision"
-    if config.local_steps is None:
-        decisive["outer_optimizer"] = "local_steps"
+    decisive, options = _unused_sections(config), _unused_options(config)
+    changed = [path for path in given if get_value(config, path) != field_specs()[path].default]
     notes = []
     for section, path in decisive.items():
-        if asked := _changed_options(config, given, section):
+        if asked := [option for option in changed if option.startswith(f"{section}.")]:
             notes.append(f"{', '.join(map(describe, asked))}: not used with {describe(path)}")
-    unused = {"deepspeed": "strategy"} if "deepspeed" in decisive else {}
-    unused |= _unused_for_local_steps(config) | _unused_for_one_part(config)
-    if "fsdp" not in decisive:
-        unused |= dict.fromkeys(_options_of_other_policies(config), "fsdp.wrap_policy")
-    return notes + [f"{describe(path)} is not used: {describe(by)}" for path, by in unused.items() if path in given]
+    unused = [(path, by) for path, by in options.items() if path in given and path.rpartition(".")[0] not in decisive]
+    return notes + [f"{describe(path)} is not used: {describe(by)}" for path, by in unused]
 
 
-def _unused_for_local_steps(config: RunConfig) -> dict[str, str]:
-    """Return the options of local updates that are without effect, each with the one that decides so."""
+def _unused_sections(config: RunConfig) -> dict[str, str]:
+    """Return the sections that nothing reads, each with the option that decides so."""
+    unused = {name: "strategy" for name, strategies in UNUSED_UNDER.items() if config.strategy in strategies}
+    if config.compile.backend == "no":
+        unused["compile"] = "compile.backend"
+    if config.mixed_precision != MixedPrecision.FP8:
+        unused["fp8"] = "mixed_precision"
     if config.local_steps is None:
-        return {"local_steps_after": "local_steps"} if config.local_steps_after else {}
-    if config.outer_optimizer.lr is None:
-        return dict.fromkeys(("outer_optimizer.momentum", "outer_optimizer.nesterov"), "outer_optimizer.lr")
-    return {}
+        unused["outer_optimizer"] = "local_steps"
+    return unused
 
 
-def _unused_for_one_part(config: RunConfig) -> dict[str, str]:
-    """Return the plan for layers that no ranks share, with the size that decides so."""
-    return {"parallel.tp_plan": "parallel.tp_size"} if config.parallel.tp_size == 1 else {}
-
-
-def _options_of_other_policies(config: RunConfig) -> list[str]:
-    """Return the options with a value that only a wrap policy other than the one in force reads."""
-    options = {"fsdp.wrap_classes": WrapPolicy.TRANSFORMER, "fsdp.min_num_params": WrapPolicy.SIZE}
-    others = (path for path, policy in options.items() if config.fsdp.wrap_policy is not policy)
-    return [path for path in others if get_value(config, path)]
-
-
-def _changed_options(config: RunConfig, given: Collection[str], section: str) -> list[str]:
-    options = (path for path in given if path.startswith(f"{section}."))
-    return [path for path in options if get_value(config, path) != field_specs()[path].default]
+def _unused_options(config: RunConfig) -> dict[str, str]:
+    """Return options that another one of their section leaves without effect, each with that one."""
+    unused = {}
+    if config.strategy in UNUSED_UNDER["deepspeed"]:
+        unused["deepspeed"] = "strategy"  # as a block, not option by option
+    if config.local_steps is None and config.local_steps_after:
+        unused["local_steps_after"] = "local_steps"
+    if config.local_steps is not None and config.outer_optimizer.lr is None:
+        unused |= dict.fromkeys(("outer_optimizer.momentum", "outer_optimizer.nesterov"), "outer_optimizer.lr")
+    if config.parallel.tp_size == 1:
+        unused["parallel.tp_plan"] = "parallel.tp_size"
+    for path, policy in {"fsdp.wrap_classes": WrapPolicy.TRANSFORMER, "fsdp.min_num_params": WrapPolicy.SIZE}.items():
+        if config.fsdp.wrap_policy is not policy and get_value(config, path):
+            unused[path] = "fsdp.wrap_policy"
+    return unused

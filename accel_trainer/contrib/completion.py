@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import shtab
 
-from accel_trainer.launch.cli import COMMANDS, load_command
+from accel_trainer.launch.cli import COMMANDS, command_parser, load_command
 
 _PATHS = {"DIR", "FILE", "IN", "MODEL", "OUT", "RUN", "directory", "training_script", "training_script_args"}
 """Arguments, by name or by the word for their value, that are files or folders."""
@@ -21,9 +21,9 @@ def run_completion(words: Sequence[str]) -> int:
 
 def completion_parser() -> argparse.ArgumentParser:
     """Return the parser of `accel-trainer completion`."""
-    parser = argparse.ArgumentParser(
-        "accel-trainer completion",
-        description='Print a completion script. bash, zsh: eval "$(accel-trainer completion bash)"; '
+    parser = command_parser(
+        "completion",
+        'Print a completion script. bash, zsh: eval "$(accel-trainer completion bash)"; '
         "fish: accel-trainer completion fish | source",
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -14,9 +13,9 @@ from typing import Any
 
 from accel_trainer.config import FieldSpec, field_specs, resolve, to_file_dict
 from accel_trainer.config.description import documentation
-from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import set_key, thaw
 from accel_trainer.config.validation import COMPILE_MODES, WrongValueError, coerce
+from accel_trainer.config.yaml_reader import dump_yaml
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.launch.config_file import accelerate_config_path
 from accel_trainer.launch.flags import launch_flags
@@ -103,18 +102,20 @@ class Interview:
         self._answers: list[str] = []
         self._earlier: dict[str, str] = {}
         self._position = 0
+        self.content: dict[str, Any] = {}
+        """The answers to `option`, as a file of ours has them."""
 
     def run(self, questions: Callable[[Interview], Any]) -> Any:
         """Call a function that asks, from its beginning whenever the person goes back; return its value."""
         while True:
-            self._position = 0
+            self._position, self.content = 0, {}
             try:
                 return questions(self)
             except _BackError:
                 if self._answers:
                     self._answers.pop()
 
-    def ask(self, question: Question) -> Any:
+    def _ask(self, question: Question) -> Any:
         """Return the value of an answer: one that is there already, or a new one."""
         if self._position == len(self._answers):
             earlier = self._earlier.get(question.key)
@@ -128,54 +129,51 @@ class Interview:
 
     def option(
         self,
-        content: dict[str, Any],
         path: str,
         text: str,
         default: str | None = "",
         choices: Mapping[str, str] | None = None,
         check: Callable[[Any], str | None] | None = None,
+        parse: Callable[[str], Any] | None = None,
     ) -> Any:
         """Ask for an option of the configuration, put the answer into `content`, and return it; None is left out.
 
         Args:
+            path: of the option, or of a key of the DeepSpeed block.
             default: `none` stands for None; empty takes the option's own.
             check: returns the expected values where one does not fit the answers before it.
+            parse: returns the value of an answer, where the option's type does not say enough.
         """
-        spec = field_specs()[path]
+        spec = field_specs().get(path) or _spec_of_block(path)
         default = _shown(spec.default) if default == "" else default
-        if isinstance(spec.default, bool):
-            choices = _YES_NO
+        choices = _YES_NO if spec.annotation is bool else choices
 
-        def parse(answer: str) -> Any:
-            if answer == _NONE and default == _NONE:
+        def read(answer: str) -> Any:
+            if answer == _NONE and default == _NONE and (choices is None or _NONE not in choices):
                 return spec.default
-            if choices is not None and choices is not _YES_NO and answer.lower() not in choices:
+            if choices and choices is not _YES_NO and answer.lower() not in choices:
                 raise WrongValueError(f"one of {', '.join(choices)}", did_you_mean(answer, choices))
-            value = coerce(spec, answer, lenient=True)
+            value = parse(answer) if parse else coerce(spec, answer, lenient=True)
             if check is not None and (expected := check(value)) is not None:
                 raise WrongValueError(expected)
             return value
 
-        value = self.ask(Question(path, text, parse, default, choices, documentation().get(path, "")))
+        flag = launch_flags().get(path.rpartition(".")[2])
+        explanation = documentation().get(path) or (flag.help if flag else "")
+        value = self._ask(Question(path, text, read, default, choices, explanation))
         if value is not None:
-            set_key(content, path, thaw(value))
+            set_key(self.content, path, thaw(value))
         return value
-
-    def choose(self, key: str, text: str, choices: Mapping[str, str], default: str) -> str:
-        """Return one of the words of `choices`."""
-
-        def parse(answer: str) -> str:
-            if answer.lower() not in choices:
-                raise WrongValueError(f"one of {', '.join(choices)}", did_you_mean(answer, choices))
-            return answer.lower()
-
-        flag = launch_flags().get(key)
-        return str(self.ask(Question(key, text, parse, default, choices, flag.help if flag else "")))
 
     def confirm(self, key: str, text: str, default: str) -> bool:
         """Return whether the answer is yes."""
         parse = functools.partial(coerce, FieldSpec(key, bool, False), lenient=True)
-        return bool(self.ask(Question(key, text, parse, default, _YES_NO)))
+        return bool(self._ask(Question(key, text, parse, default, _YES_NO)))
+
+
+def _spec_of_block(path: str) -> FieldSpec:
+    is_switch = launch_flags()[path.removeprefix("deepspeed.")].is_switch
+    return FieldSpec(path, bool if is_switch else str, None)
 
 
 def _shown(value: Any) -> str:
@@ -186,30 +184,6 @@ def _shown(value: Any) -> str:
 
 
 # --- how a question is asked ------------------------------------------------------------------------------------------
-
-
-def run_interview(questions: Callable[[Interview], Any]) -> Any:
-    """Let a function ask on the terminal, and return its value.
-
-    Raises:
-        ConfigError: the input ended, or the answers contradict each other.
-        KeyboardInterrupt: ctrl-C.
-    """
-    if _has_terminal():
-        print("Enter takes the answer, escape goes back, ctrl-C ends without a file.")
-        read = _read_in_terminal
-    else:
-        print(f"An empty answer takes what stands in brackets, {_EXPLAIN} explains, {_BACK} goes back.")
-        read = _read_line
-    try:
-        return Interview(read).run(questions)
-    except EOFError:
-        raise ConfigError("the input ended before the last answer; nothing was written, start again") from None
-
-
-def _has_terminal() -> bool:
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    return is_terminal and importlib.util.find_spec("prompt_toolkit") is not None
 
 
 def _read_line(question: Question) -> str:
@@ -247,26 +221,14 @@ def _read_in_terminal(question: Question) -> str:
             if problem:
                 raise ValidationError(len(document.text), problem)
 
-    keys = KeyBindings()
+    keys, toolbar = KeyBindings(), question.explanation or None
     keys.add("escape", eager=True)(lambda event: event.app.exit(exception=_BackError()))
     if question.choices:
         width = max(map(len, question.choices))
-        options = [(word, f"{word:<{width}}  {text}".rstrip()) for word, text in question.choices.items()]
-        return choice(
-            question.text,
-            options=options,
-            default=question.default,
-            key_bindings=keys,
-            bottom_toolbar=question.explanation or None,
-        )
-    shown = "" if question.default is None else f" [{question.default}]"
-    answer = prompt(
-        f"{question.text}{shown}: ",
-        validator=Answer(),
-        validate_while_typing=True,
-        key_bindings=keys,
-        bottom_toolbar=question.explanation or None,
-    )
+        words = [(word, f"{word:<{width}}  {text}".rstrip()) for word, text in question.choices.items()]
+        return choice(question.text, options=words, default=question.default, key_bindings=keys, bottom_toolbar=toolbar)
+    shown = f"{question.text}: " if question.default is None else f"{question.text} [{question.default}]: "
+    answer = prompt(shown, validator=Answer(), validate_while_typing=True, key_bindings=keys, bottom_toolbar=toolbar)
     return answer.strip() or str(question.default)
 
 
@@ -275,76 +237,53 @@ def _read_in_terminal(question: Question) -> str:
 
 def ask_configuration(interview: Interview) -> dict[str, Any]:
     """Ask for a configuration, and return the answers as a file of ours has them."""
-    content: dict[str, Any] = {}
-    use_cpu = interview.option(content, "use_cpu", "Run on the CPU although there may be a GPU?")
-    num_machines = interview.option(content, "launch.num_machines", "How many machines?")
-    _ask_strategy(interview, content, num_machines)
-    _ask_numbers(interview, content, _ON_CPU if use_cpu else _PRECISIONS)
-    _ask_compile(interview, content)
+    use_cpu = interview.option("use_cpu", "Run on the CPU although there may be a GPU?")
+    num_machines = interview.option("launch.num_machines", "How many machines?")
+    _ask_strategy(interview, num_machines)
+    _ask_numbers(interview, _ON_CPU if use_cpu else _PRECISIONS)
+    _ask_compile(interview)
     if interview.confirm("more", "Set CPU threads, core binding, or checks of collectives?", "no"):
-        _ask_more(interview, content)
-    return content
+        text = "CPU threads of each process; none: a share of the cores?"
+        interview.option("launch.num_cpu_threads_per_process", text)
+        interview.option("launch.enable_cpu_affinity", "Bind each process to cores of its own?")
+        interview.option("debug", "Check before each collective that all ranks call it alike? Slower")
+    return interview.content
 
 
-def _ask_strategy(interview: Interview, content: dict[str, Any], num_machines: int) -> None:
+def _ask_strategy(interview: Interview, num_machines: int) -> None:
     """Ask how the model is laid out, and then for machines, processes and the strategy's own options."""
-    strategies = dict(_STRATEGIES)
-    if num_machines > 1:
-        del strategies["single"]
-    strategy = interview.option(content, "strategy", "How is the model laid out?", "auto", strategies)
-    if num_machines > 1 and strategy == "deepspeed" and _ask_hostfile(interview, content):
-        _ask_deepspeed(interview, content)
-        return
-    if num_machines > 1:
-        _ask_machines(interview, content, num_machines)
-    if strategy != "single":
-        _ask_processes(interview, content, strategy, num_machines)
-    if strategy == "fsdp2":
-        _ask_fsdp(interview, content)
-    elif strategy == "deepspeed":
-        _ask_deepspeed(interview, content)
+    strategies = {word: text for word, text in _STRATEGIES.items() if word != "single" or num_machines == 1}
+    strategy = interview.option("strategy", "How is the model laid out?", "auto", strategies)
+    asks_for_hosts = _ASK_FOR_HOSTS.get(strategy)
+    if num_machines == 1 or asks_for_hosts is None or not asks_for_hosts(interview):
+        if num_machines > 1:
+            _ask_machines(interview, num_machines)
+        if strategy != "single":
+            _ask_processes(interview, strategy, num_machines)
+    if strategy in _ASK_MORE:
+        _ASK_MORE[strategy](interview)
 
 
-def _ask_numbers(interview: Interview, content: dict[str, Any], precisions: Mapping[str, str]) -> None:
-    """Ask for precision and accumulation, which a configuration of DeepSpeed's own may have answered."""
-    answered = resolve(file={name: content[name] for name in ("strategy", "deepspeed") if name in content})
+def _ask_numbers(interview: Interview, precisions: Mapping[str, str]) -> None:
+    """Ask for precision and accumulation, which a configuration of an engine's own may have answered."""
+    answered = resolve(file={name: interview.content[name] for name in _OF_ENGINE if name in interview.content})
     if not answered.is_set("mixed_precision"):
-        interview.option(content, "mixed_precision", "Mixed precision?", choices=precisions)
+        interview.option("mixed_precision", "Mixed precision?", choices=precisions)
     if not answered.is_set("accumulation.num_steps"):
-        text = "Micro-batches for each update (gradient accumulation)?"
-        interview.option(content, "accumulation.num_steps", text)
+        interview.option("accumulation.num_steps", "Micro-batches for each update (gradient accumulation)?")
 
 
-def _ask_machines(interview: Interview, content: dict[str, Any], num_machines: int) -> None:
+def _ask_machines(interview: Interview, num_machines: int) -> None:
     def is_one_of_them(number: int) -> str | None:
         return None if 0 <= number < num_machines else f"a number from 0 to {num_machines - 1}"
 
-    text = "Which of them is this one? 0 has the main process"
-    interview.option(content, "launch.machine_rank", text, check=is_one_of_them)
-    interview.option(content, "launch.main_process_ip", "Address of machine 0, as the others reach it?", None)
-    interview.option(content, "launch.main_process_port", "Port on machine 0?", str(DEFAULT_PORT))
-    interview.option(content, "launch.rdzv_backend", "How do the machines meet?", choices=_RENDEZVOUS)
+    interview.option("launch.machine_rank", "Which of them is this one? 0 has the main process", check=is_one_of_them)
+    interview.option("launch.main_process_ip", "Address of machine 0, as the others reach it?", None)
+    interview.option("launch.main_process_port", "Port on machine 0?", str(DEFAULT_PORT))
+    interview.option("launch.rdzv_backend", "How do the machines meet?", choices=_RENDEZVOUS)
 
 
-def _ask_hostfile(interview: Interview, content: dict[str, Any]) -> bool:
-    """Ask for the launcher of a DeepSpeed job on several machines; return whether a hostfile names them."""
-    launcher = interview.choose("deepspeed_multinode_launcher", "What starts the machines?", _LAUNCHERS, "standard")
-    if launcher == "standard":
-        return False
-    block = content.setdefault("deepspeed", {})
-    block["deepspeed_multinode_launcher"] = launcher
-    text = "The hostfile, with a line `name slots=N` for each machine?"
-    block["deepspeed_hostfile"] = interview.ask(Question("deepspeed_hostfile", text, _existing_file))
-    for kind in ("inclusion", "exclusion"):
-        key = f"deepspeed_{kind}_filter"
-        text = f"Machines and slots to {'use' if kind == 'inclusion' else 'leave out'}, as host1@host2:0,2?"
-        if chosen := interview.ask(Question(key, text, _optional(str), _NONE)):
-            block[key] = chosen
-            break
-    return True
-
-
-def _ask_processes(interview: Interview, content: dict[str, Any], strategy: str, num_machines: int) -> None:
+def _ask_processes(interview: Interview, strategy: str, num_machines: int) -> None:
     fewest = MIN_PROCESSES.get(strategy, 1)
 
     def fits(number: int) -> str | None:
@@ -352,35 +291,31 @@ def _ask_processes(interview: Interview, content: dict[str, Any], strategy: str,
             return f"{fewest} or more for {strategy}"
         return f"a multiple of the {num_machines} machines" if number % num_machines else None
 
-    if not content["use_cpu"]:
-        interview.option(content, "launch.gpu_ids", "Which GPUs, by number with commas?")
-    gpu_ids = content["launch"].get("gpu_ids", "all")
-    devices = count_devices(content["use_cpu"], gpu_ids)
+    use_cpu = interview.content["use_cpu"]
+    gpu_ids = "all" if use_cpu else interview.option("launch.gpu_ids", "Which GPUs, by number with commas?")
+    devices = count_devices(use_cpu, gpu_ids)
     default = max(fewest, devices or (1 if strategy == "auto" else 2)) * num_machines
-    text = "How many processes, over all machines?"
-    interview.option(content, "launch.num_processes", text, str(default), check=fits)
+    interview.option("launch.num_processes", "How many processes, over all machines?", str(default), check=fits)
 
 
-def _ask_fsdp(interview: Interview, content: dict[str, Any]) -> None:
+def _ask_fsdp(interview: Interview) -> None:
     text = "Free gathered parameters after the forward? Less memory, more communication"
-    interview.option(content, "fsdp.reshard_after_forward", text)
-    policy = interview.option(content, "fsdp.wrap_policy", "What is gathered at once?", choices=_WRAP_POLICIES)
+    interview.option("fsdp.reshard_after_forward", text)
+    policy = interview.option("fsdp.wrap_policy", "What is gathered at once?", choices=_WRAP_POLICIES)
     if policy == "transformer":
-        text = "Class names of the layers, with commas; none: the model's own"
-        interview.option(content, "fsdp.wrap_classes", text)
+        interview.option("fsdp.wrap_classes", "Class names of the layers, with commas; none: the model's own")
     elif policy == "size":
-        interview.option(content, "fsdp.min_num_params", "Fewest parameters of such a module?")
+        interview.option("fsdp.min_num_params", "Fewest parameters of such a module?")
     text = "Compute activations again in the backward, to save memory?"
-    interview.option(content, "fsdp.activation_checkpointing", text)
-    interview.option(content, "fsdp.offload_params", "Keep parameters and optimizer state in CPU memory?")
+    interview.option("fsdp.activation_checkpointing", text)
+    interview.option("fsdp.offload_params", "Keep parameters and optimizer state in CPU memory?")
     text = "Read a checkpoint once instead of on each rank (cpu_ram_efficient_loading)?"
-    interview.option(content, "fsdp.cpu_ram_efficient_loading", text)
-    text = "Optimizer state in the Trainer's checkpoints?"
-    interview.option(content, "fsdp.state_dict_type", text, choices=_STATES)
-    _ask_mesh(interview, content, content["launch"]["num_processes"])
+    interview.option("fsdp.cpu_ram_efficient_loading", text)
+    interview.option("fsdp.state_dict_type", "Optimizer state in the Trainer's checkpoints?", choices=_STATES)
+    _ask_mesh(interview, interview.content["launch"]["num_processes"])
 
 
-def _ask_mesh(interview: Interview, content: dict[str, Any], num_processes: int) -> None:
+def _ask_mesh(interview: Interview, num_processes: int) -> None:
     """Ask how the processes are divided, where there are several ways to do it."""
     if all(num_processes % size for size in range(2, num_processes)):
         return
@@ -388,94 +323,91 @@ def _ask_mesh(interview: Interview, content: dict[str, Any], num_processes: int)
     def divides(size: int) -> str | None:
         return f"a divisor of the {num_processes} processes" if num_processes % size else None
 
-    text = "How many processes share the matrices of a layer (tensor parallelism)?"
-    tp_size = interview.option(content, "parallel.tp_size", text, check=divides)
-
     def leaves_shards(size: int) -> str | None:
         rest = num_processes // tp_size
         return f"a divisor of {rest}, and smaller" if rest % size or size == rest > 1 else None
 
+    text = "How many processes share the matrices of a layer (tensor parallelism)?"
+    tp_size = interview.option("parallel.tp_size", text, check=divides)
     if tp_size < num_processes:
         text = "How many replicas of the model (hybrid sharding)? 1 shards over all processes"
-        interview.option(content, "parallel.dp_replicate_size", text, "1", check=leaves_shards)
+        interview.option("parallel.dp_replicate_size", text, "1", check=leaves_shards)
 
 
-def _ask_deepspeed(interview: Interview, content: dict[str, Any]) -> None:
-    block = content.setdefault("deepspeed", {})
+def _ask_hostfile(interview: Interview) -> bool:
+    """Ask for the launcher of a DeepSpeed job on several machines; return whether a hostfile names them."""
+    text = "What starts the machines?"
+    path = "deepspeed.deepspeed_multinode_launcher"
+    launcher = interview.option(path, text, "standard", _LAUNCHERS, parse=str.lower)
+    if launcher == "standard":
+        del interview.content["deepspeed"]
+        return False
+    text = "The hostfile, with a line `name slots=N` for each machine?"
+    interview.option("deepspeed.deepspeed_hostfile", text, None, parse=_existing)
+    for kind, purpose in (("inclusion", "use"), ("exclusion", "leave out")):
+        text = f"Machines and slots to {purpose}, as host1@host2:0,2?"
+        chosen = interview.option(f"deepspeed.deepspeed_{kind}_filter", text)
+        if chosen:
+            break
+    return True
+
+
+def _ask_deepspeed(interview: Interview) -> None:
     text = "A configuration file of DeepSpeed's own?"
-    file = interview.ask(Question("deepspeed_config_file", text, _optional(_deepspeed_file), _NONE))
+    file = interview.option("deepspeed.deepspeed_config_file", text, parse=_deepspeed_file)
     if file is not None:
-        block["deepspeed_config_file"] = file
         return
     stages = {"1": "shards optimizer state", "2": "gradients too", "3": "parameters too"}
-    block["zero_stage"] = int(interview.choose("zero_stage", "ZeRO stage?", stages, "2"))
-    is_whole = block["zero_stage"] == 3
-    _ask_offload(interview, block, "optimizer", "Where is optimizer state kept between uses?", with_disk=is_whole)
+    is_whole = interview.option("deepspeed.zero_stage", "ZeRO stage?", "2", stages, parse=int) == 3
+    _ask_offload(interview, "optimizer", "Where is optimizer state kept between uses?", with_disk=is_whole)
     if is_whole:
-        _ask_offload(interview, block, "param", "Where are parameters kept between uses?", with_disk=True)
-        text = "Partition parameters while the model is built?"
-        block["zero3_init_flag"] = interview.confirm("zero3_init_flag", text, "no")
-        text = "Gather the weights in 16 bits when a model is saved?"
-        block["zero3_save_16bit_model"] = interview.confirm("zero3_save_16bit_model", text, "yes")
+        _ask_offload(interview, "param", "Where are parameters kept between uses?", with_disk=True)
+        interview.option("deepspeed.zero3_init_flag", "Partition parameters while the model is built?", "no")
+        interview.option(
+            "deepspeed.zero3_save_16bit_model", "Gather the weights in 16 bits when a model is saved?", "yes"
+        )
         text = "Class names of mixture-of-experts layers, with commas?"
-        key = "deepspeed_moe_layer_cls_names"
-        if classes := interview.ask(Question(key, text, _optional(str), _NONE)):
-            block[key] = classes
-    bound = interview.ask(Question("gradient_clipping", "Bound of the gradient norm?", _optional(_parse_bound), _NONE))
-    if bound is not None:
-        block["gradient_clipping"] = bound
+        interview.option("deepspeed.deepspeed_moe_layer_cls_names", text)
+    interview.option("deepspeed.gradient_clipping", "Bound of the gradient norm?", parse=_parse_bound)
 
 
-def _ask_offload(interview: Interview, block: dict[str, Any], name: str, text: str, *, with_disk: bool) -> None:
-    key = f"offload_{name}_device"
+def _ask_offload(interview: Interview, name: str, text: str, *, with_disk: bool) -> None:
     devices = {word: where for word, where in _DEVICES.items() if word != "nvme" or with_disk}
-    block[key] = interview.choose(key, text, devices, "none")
-    if block[key] == "nvme":
-        path_key = f"offload_{name}_nvme_path"
-        block[path_key] = interview.ask(Question(path_key, "A folder on that disk?", _existing_folder))
+    device = interview.option(f"deepspeed.offload_{name}_device", text, "none", devices, parse=str.lower)
+    if device == "nvme":
+        path = f"deepspeed.offload_{name}_nvme_path"
+        interview.option(path, "A folder on that disk?", None, parse=functools.partial(_existing, kind="folder"))
 
 
-def _ask_compile(interview: Interview, content: dict[str, Any]) -> None:
-    backend = interview.option(content, "compile.backend", "Compile the model (torch.compile)?", choices=_BACKENDS)
+def _ask_compile(interview: Interview) -> None:
+    backend = interview.option("compile.backend", "Compile the model (torch.compile)?", choices=_BACKENDS)
     if backend == "no" or not interview.confirm("compile", "Change how it is compiled?", "no"):
         return
-    interview.option(content, "compile.mode", "Mode?", choices=dict.fromkeys(COMPILE_MODES, ""))
-    interview.option(content, "compile.fullgraph", "Is a graph break an error?")
-    interview.option(content, "compile.dynamic", "For changing shapes (true, false; none: as torch finds out)?")
+    interview.option("compile.mode", "Mode?", choices=dict.fromkeys(COMPILE_MODES, ""))
+    interview.option("compile.fullgraph", "Is a graph break an error?")
+    interview.option("compile.dynamic", "For changing shapes (true, false; none: as torch finds out)?")
     text = "Each repeated block once instead of the whole model (true, false; none: under fsdp2)?"
-    interview.option(content, "compile.regional", text)
+    interview.option("compile.regional", text)
 
 
-def _ask_more(interview: Interview, content: dict[str, Any]) -> None:
-    text = "CPU threads of each process; none: a share of the cores?"
-    interview.option(content, "launch.num_cpu_threads_per_process", text)
-    interview.option(content, "launch.enable_cpu_affinity", "Bind each process to cores of its own?")
-    interview.option(content, "debug", "Check before each collective that all ranks call it alike? Slower")
+_OF_ENGINE = ("strategy", "deepspeed")
+_ASK_FOR_HOSTS: Mapping[str, Callable[[Interview], bool]] = {"deepspeed": _ask_hostfile}
+_ASK_MORE: Mapping[str, Callable[[Interview], None]] = {"fsdp2": _ask_fsdp, "deepspeed": _ask_deepspeed}
+"""Questions of a strategy's own: for machines that it starts itself, and for its options."""
 
 
 # --- answers that are no option of the tree ---------------------------------------------------------------------------
 
 
-def _optional(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    return lambda answer: None if answer == _NONE else parse(answer)
-
-
-def _existing_file(answer: str) -> str:
+def _existing(answer: str, kind: str = "file") -> str:
     path = Path(answer).expanduser().absolute()
-    if not path.is_file():
-        raise WrongValueError("a file that exists")
-    return str(path)
-
-
-def _existing_folder(answer: str) -> str:
-    path = Path(answer).expanduser().absolute()
-    if not path.is_dir():
-        raise WrongValueError("a folder that exists")
+    if not (path.is_file() if kind == "file" else path.is_dir()):
+        raise WrongValueError(f"a {kind} that exists")
     return str(path)
 
 
 def _deepspeed_file(answer: str) -> str:
-    path = _existing_file(answer)
+    path = _existing(answer)
     resolve(file={"strategy": "deepspeed", "deepspeed": {"deepspeed_config_file": path}})
     return path
 
@@ -494,11 +426,7 @@ def _parse_bound(answer: str) -> float:
 
 
 def ask_answers(path: Path) -> dict[str, Any]:
-    """Ask on the terminal for the configuration to write to `path`, and return it, checked.
-
-    Raises:
-        ConfigError: the input ended, a file is to stay, or the answers contradict each other.
-    """
+    """Ask on the terminal for the configuration to write to `path`, and return it, checked."""
     print(f"Answers go to {path}.")
     offered = _offered_values(path)
 
@@ -509,7 +437,16 @@ def ask_answers(path: Path) -> dict[str, Any]:
             return offered
         return ask_configuration(interview)
 
-    content: dict[str, Any] = run_interview(questions)
+    if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+        print("Enter takes the answer, escape goes back, ctrl-C ends without a file.")
+        read = _read_in_terminal
+    else:
+        print(f"An empty answer takes what stands in brackets, {_EXPLAIN} explains, {_BACK} goes back.")
+        read = _read_line
+    try:
+        content: dict[str, Any] = Interview(read).run(questions)
+    except EOFError:
+        raise ConfigError("the input ended before the last answer; nothing was written, start again") from None
     resolve(file=content)
     return content
 

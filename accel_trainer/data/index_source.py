@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any, TypeGuard, cast
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
@@ -21,10 +21,10 @@ from accel_trainer.data.iterable_reader import set_dataset_epoch
 from accel_trainer.data.plan import BatchRows, mix_seed
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.randomness import (
-    CollateInTurn,
     NumberedItems,
     SeededDataset,
-    WorkerInit,
+    collate_in_turn,
+    init_seeded_worker,
     without_turns,
 )
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler, find_generator, find_replicated
@@ -43,9 +43,6 @@ def build_index_source(
     """Return the source of a loader over a map-style dataset, for one shard, or for all where `shard` is None.
 
     Collective where a sampler has a generator of its own: rank 0's seed counts.
-
-    Raises:
-        ConfigError: the dataset is empty, the sampler shards by rank already, or the batch size cannot be split.
     """
     _check(loader, shards)
     base: Any = _without_torchdata(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, loader)
@@ -99,16 +96,13 @@ def _without_torchdata(sampler: Any, loader: DataLoader[Any]) -> Any:
 
 def _seedable(base: Any, seed: int) -> Any:
     """Return a sampler or batch sampler with a plain shuffle replaced by one that depends on seed and epoch alone."""
-    if type(base) is BatchSampler and _is_plain_shuffle(shuffle := base.sampler):
-        return BatchSampler(SeedableRandomSampler(shuffle.data_source, seed), base.batch_size, base.drop_last)
-    return SeedableRandomSampler(base.data_source, seed) if _is_plain_shuffle(base) else base
-
-
-def _is_plain_shuffle(sampler: Any) -> TypeGuard[RandomSampler]:
-    """Whether a sampler is the one of `shuffle=True`: every sample once, in random order."""
-    return (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    )
+    is_batched = type(base) is BatchSampler
+    shuffle = base.sampler if is_batched else base
+    # The one of shuffle=True: every sample once, in random order.
+    if type(shuffle) is not RandomSampler or shuffle.replacement or shuffle.num_samples != len(shuffle.data_source):
+        return base
+    seeded = SeedableRandomSampler(shuffle.data_source, seed)
+    return BatchSampler(seeded, base.batch_size, base.drop_last) if is_batched else seeded
 
 
 class IndexSource:
@@ -180,44 +174,34 @@ class IndexSource:
         return {"batch_sampler": self.sampler, "in_order": self._in_order, **inner}
 
     def read(self, loader: Any, progress: Progress) -> Iterator[Any]:
-        """Yield this shard's batches.
-
-        Raises:
-            ConfigError: a loader that reads as torch's does has ended before its plan.
-        """
-        planned: deque[BatchRows] | None = None
-        for batch in self._begin(loader, progress):
-            if planned is None:  # a loader class of the user's own may ask for indices as late as for its first batch
-                planned, progress.start = self.sampler.planned, self.sampler.began_at
-            rows = planned.popleft() if planned else None
+        """Yield this shard's batches."""
+        for (batch,), rows in self._groups(loader, progress, 1):
             if rows is not progress.rows:
                 progress.change(rows)
             progress.num_yielded += 1
             yield batch
-        if (self.sampler.planned if planned is None else planned) and loader.keeps_plan:
-            raise self._ended_early(progress.num_yielded)
 
-    def rounds(self, loader: Any, progress: Progress) -> Iterator[tuple[list[Any], BatchRows]]:
+    def rounds(self, loader: Any, progress: Progress) -> Iterator[tuple[Any, Any]]:
         """Yield the batches of all shards at each step; for a sampler that draws them in turn. Errors as in `read`."""
-        batches = self._begin(loader, progress)
+        return self._groups(loader, progress, self.sampler.num_processes)
+
+    def _groups(self, loader: Any, progress: Progress, size: int) -> Iterator[tuple[list[Any], Any]]:
+        """Yield the batches of a pass in groups, each with the rows of its step."""
+        batches, num_read = self._begin(loader, progress), 0
         planned: deque[BatchRows] | None = None
-        num_read = 0
-        while together := list(islice(batches, self.sampler.num_processes)):
-            if planned is None:
+        while together := list(islice(batches, size)):
+            if planned is None:  # a loader class of the user's own may ask for indices as late as for its first batch
                 planned, progress.start = self.sampler.planned, self.sampler.began_at
             num_read += len(together)
-            if len(together) < self.sampler.num_processes and loader.keeps_plan:
+            if len(together) < size and loader.keeps_plan:
                 break
-            yield together, planned.popleft()
+            yield together, planned.popleft() if planned else None
         if (self.sampler.planned if planned is None else planned) and loader.keeps_plan:
-            raise self._ended_early(num_read)
-
-    def _ended_early(self, num_batches: int) -> ConfigError:
-        return ConfigError(
-            f"a pass over the {type(self._dataset).__name__} ended after {num_batches} batches, and the sampler had "
-            "asked for more: the dataset or the collate function raised StopIteration, by which Python ends a loop "
-            "without an error. Return a sample for each index, or raise another error"
-        )
+            raise ConfigError(
+                f"a pass over the {type(self._dataset).__name__} ended after {num_read} batches, and the sampler had "
+                "asked for more: the dataset or the collate function raised StopIteration, by which Python ends a loop "
+                "without an error. Return a sample for each index, or raise another error"
+            )
 
     def position(self, epoch: int, progress: Progress | None) -> Position:
         """Return the position of a pass, or of the beginning of the next one."""
@@ -263,8 +247,8 @@ class IndexSource:
         return {
             "dataset": SeededDataset(self._dataset),
             sampler: NumberedItems(self.sampler, partial(self._begin_numbers, loader.num_workers)),
-            "collate_fn": CollateInTurn(cast("Callable[[Any], Any]", loader.collate_fn)),
-            "worker_init_fn": WorkerInit(loader.worker_init_fn),
+            "collate_fn": partial(collate_in_turn, loader.collate_fn),
+            "worker_init_fn": partial(init_seeded_worker, loader.worker_init_fn),
         }
 
     def _begin_numbers(self, num_workers: int) -> tuple[int, int, int]:

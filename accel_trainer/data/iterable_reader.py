@@ -151,7 +151,10 @@ class SlicedStream(_EpochStream):
         self._origin = (num_samples, dataset_state)
 
     def __iter__(self) -> Iterator[Step | list[list[Any]]]:
-        step, unseen, rule = 0, self._steps_to_skip(), self.rule
+        step, unseen, rule, worker = 0, int(self._skip), self.rule, get_worker_info()
+        if worker is not None:
+            # Workers take turns, so the j-th step of any worker is at most the (j * workers + worker)-th step of all.
+            unseen = -(-max(0, unseen - worker.id) // worker.num_workers)
         is_alone, keeps_state = rule.shards == 1, self.keeps_state
         shards = range(rule.shards) if rule.shard is None else (rule.shard,)
         rows = rule.rows(rule.per_round)
@@ -168,11 +171,6 @@ class SlicedStream(_EpochStream):
         if step == 0:
             yield Step([], None, ends_reader=True, is_step=False)
 
-    def _steps_to_skip(self) -> int:
-        skip, worker = int(self._skip), get_worker_info()
-        # Workers take turns, so the j-th step of any worker is at most the (j * workers + worker)-th step of all.
-        return skip if worker is None else -(-max(0, skip - worker.id) // worker.num_workers)
-
     def _chunks(self) -> Iterator[tuple[list[Any], bool, Any]]:
         """Yield global batches, whether each is the last, and the dataset's state after it.
 
@@ -180,33 +178,23 @@ class SlicedStream(_EpochStream):
         """
         size, is_alone = self.rule.per_round, self.rule.shards == 1
         ahead = size if self.rule.drop_last else 1
+        num_samples, loaded = self._origin
         streams = self._private_streams()
         with streams:
-            samples = self._from_origin()
+            if loaded is not None:
+                self.dataset.load_state_dict(loaded)
+                num_samples = 0
+            samples = islice(self._open(), num_samples, None)
             upcoming = list(islice(samples, ahead))
         draws = streams.were_used
-        alike = streams if draws or not is_alone else None  # 23 us a step
-        if alike is None and not self.keeps_state:
-            while len(upcoming) == ahead:
-                chunk = upcoming
-                chunk += islice(samples, size - ahead)
-                upcoming = list(islice(samples, ahead))
-                yield chunk, len(upcoming) < ahead, None
-            return
+        private = streams if draws or not is_alone else nullcontext()  # 23 us a step
         while len(upcoming) == ahead:
-            with alike or nullcontext():
+            with private:
                 chunk = [*upcoming, *islice(samples, size - ahead)]
                 # A dataset that draws is read again up to there: its own state does not hold the streams.
                 state = self.dataset.state_dict() if self.keeps_state and not draws else None
                 upcoming = list(islice(samples, ahead))
             yield chunk, len(upcoming) < ahead, state
-
-    def _from_origin(self) -> Iterator[Any]:
-        num_samples, state = self._origin
-        if state is None:
-            return islice(self._open(), num_samples, None) if num_samples else self._open()
-        self.dataset.load_state_dict(state)
-        return self._open()
 
 
 class StepCollate:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -27,7 +28,6 @@ from accel_trainer.data.iterable_reader import (
 from accel_trainer.data.plan import BatchRows, check_can_split
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.randomness import init_worker
-from accel_trainer.data.sampler import Clock
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import all_gather_integers, broadcast_object
 from accel_trainer.runtime.process import ProcessContext
@@ -42,23 +42,20 @@ def build_stream_source(
 
     Each rank reads shards of its own where the stream is sharded by rank already or has enough shards. Other streams
     are read by every rank.
-
-    Raises:
-        ConfigError: the batch size cannot be split, or the stream yields one rank's samples where all are read.
     """
-    rule = _stream_rule(loader, config, shards, shard)
+    batch_size = loader.batch_size or 1
+    splits = config.split_batches and loader.batch_size is not None
+    if splits:
+        check_can_split(batch_size, shards)
+    per_shard = batch_size // shards if splits else batch_size
+    rule = StreamRule(shards, shard, per_shard, even=config.even_batches, drop_last=loader.drop_last)
     worker_seed = seed if loader.generator is None else loader.generator.initial_seed()
     own = _own_shard(loader.dataset, process, config, shards, shard)
     if own is not None:
         own_stream = ShardedStream(own, rule, seed)
         return ShardSource(_reader(loader, own_stream, in_order=loader.in_order), own_stream, worker_seed, process)
-    is_resumable = config.use_stateful_dataloader
-    stream = SlicedStream(
-        loader.dataset,
-        rule,
-        seed,
-        keeps_state=is_resumable and loader.num_workers == 0 and can_resume_itself(loader.dataset),
-    )
+    keeps_state = config.use_stateful_dataloader and loader.num_workers == 0 and can_resume_itself(loader.dataset)
+    stream = SlicedStream(loader.dataset, rule, seed, keeps_state=keeps_state)
     # Every rank must meet the same steps in the same order, whichever worker is ready first.
     return SliceSource(_reader(loader, stream, in_order=loader.in_order or shards > 1), stream, worker_seed)
 
@@ -81,15 +78,6 @@ def _own_shard(dataset: Any, process: ProcessContext, config: DataConfig, shards
     if config.use_stateful_dataloader or num_shards_of(dataset) < shards:
         return None
     return dataset.shard(num_shards=shards, index=shard)
-
-
-def _stream_rule(loader: DataLoader[Any], config: DataConfig, shards: int, shard: int | None) -> StreamRule:
-    batch_size = loader.batch_size or 1
-    splits = config.split_batches and loader.batch_size is not None
-    if splits:
-        check_can_split(batch_size, shards)
-    per_shard = batch_size // shards if splits else batch_size
-    return StreamRule(shards, shard, per_shard, even=config.even_batches, drop_last=loader.drop_last)
 
 
 def _reader(loader: DataLoader[Any], stream: SlicedStream | ShardedStream, *, in_order: bool) -> DataLoader[Any]:
@@ -115,12 +103,15 @@ class _StreamSource:
     """An iterable dataset, read through the user's loader over a stream of steps."""
 
     def __init__(self, reader: DataLoader[Any], stream: SlicedStream | ShardedStream, seed: int) -> None:
-        self._start = 0
+        self.start = 0
+        """Steps left out at the beginning of the next pass."""
         self._reader = reader
         self._stream = stream
         self._seed = seed
-        self._clock = Clock()
+        self._clock = SimpleNamespace(epoch=0)  # shared with copies that begin elsewhere
         self._resumed: Position | None = None
+        # At any sample, and not only where a global batch begins.
+        self._can_begin_anywhere = isinstance(stream, SlicedStream) and reader.num_workers == 0
 
     @property
     def has_exact_length(self) -> bool:
@@ -128,16 +119,11 @@ class _StreamSource:
         return self._reader.num_workers <= 1
 
     @property
-    def start(self) -> int:
-        """Steps left out at the beginning of the next pass."""
-        return self._start
-
-    @property
     def epoch(self) -> int:
         """The epoch of the next pass: the dataset's own, if it has one."""
         dataset = self._stream.dataset
         epoch = getattr(dataset, "epoch", None) if hasattr(dataset, "set_epoch") else None
-        return epoch if isinstance(epoch, int) else self._clock.epoch
+        return epoch if isinstance(epoch, int) else int(self._clock.epoch)
 
     @property
     def total_batch_size(self) -> int:
@@ -157,30 +143,25 @@ class _StreamSource:
             self._reader.__dict__.update(LOADER_AT_REST)  # workers that live on hold a copy of the stream as it was
         return before.even
 
-    def num_steps(self) -> int:
-        """Steps of a full pass, from the length of the dataset."""
-        return self._steps_of(len(self._stream.dataset))
+    def num_steps(self, after: int = 0) -> int:
+        """Steps of a full pass, or of one after some samples, from the length of the dataset."""
+        full, rest = divmod(max(0, len(self._stream.dataset) - after), self.total_batch_size)
+        return full + (rest > 0 and not self._stream.rule.drop_last)
 
     def num_left(self) -> int:
         """Steps of the next pass, from the length of the dataset."""
         origin = self.loaded
-        if origin is None:
-            return max(0, self.num_steps() - self.start)
-        return self._steps_of(max(0, len(self._stream.dataset) - origin.samples))
-
-    def _steps_of(self, num_samples: int) -> int:
-        full, rest = divmod(num_samples, self.total_batch_size)
-        return full + (rest > 0 and not self._stream.rule.drop_last)
+        return max(0, self.num_steps() - self.start) if origin is None else self.num_steps(origin.samples)
 
     def starting_at(self, step: int) -> Any:
         """Return this source with its next pass beginning at `step`."""
         moved = copy.copy(self)
-        moved._start, moved._resumed = step, None
+        moved.start, moved._resumed = step, None
         return moved
 
     def rewind(self) -> None:
         """Begin the next pass at the beginning of its epoch."""
-        self._start, self._resumed = 0, None
+        self.start, self._resumed = 0, None
 
     def settings(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """Return no attributes: only the reader differs from the user's loader."""
@@ -222,13 +203,8 @@ class _StreamSource:
                 self._seed = position.seed
             self._stream.seed = position.seed
         self.set_epoch(position.epoch)
-        self._start, self._resumed = 0, position if position.samples else None
+        self.start, self._resumed = 0, position if position.samples else None
         self._reader.__dict__.update(LOADER_AT_REST)  # workers that live on hold a copy of the stream as it was
-
-    @property
-    def _can_begin_anywhere(self) -> bool:
-        """Whether a pass can begin at any sample, and not only where a global batch begins."""
-        return False
 
     @property
     def loaded(self) -> Position | None:
@@ -263,27 +239,21 @@ class SliceSource(_StreamSource):
 
     _stream: SlicedStream
 
-    @property
-    def _can_begin_anywhere(self) -> bool:
-        return self._reader.num_workers == 0
-
-    def rounds(self, loader: Any, progress: Progress) -> Iterator[tuple[Any, BatchRows]]:
-        """Yield the batches of all shards at each step, and their rows."""
+    def rounds(self, loader: Any, progress: Progress) -> Iterator[tuple[Any, Any]]:
+        """Yield the batches of all shards at each step, or this shard's slice, and the rows."""
         full = self._stream.rule.rows(self.total_batch_size)
         for item in self._steps(progress):
-            yield (item.content, item.rows or full) if type(item) is Step else (item, full)
+            if self._stream.keeps_state:
+                progress.dataset_state = item.dataset_state
+            yield (item.content, item.rows) if type(item) is Step else (item, full)
 
     def read(self, loader: Any, progress: Progress) -> Iterator[Any]:
         """Yield this shard's slices."""
-        full = self._stream.rule.rows(self.total_batch_size)
-        for item in self._steps(progress):
-            rows = full
-            if type(item) is Step:
-                item, rows = item.content, item.rows
+        for batch, rows in self.rounds(loader, progress):
             if rows is not progress.rows:
                 progress.change(rows)
             progress.num_yielded += 1
-            yield item
+            yield batch
 
     def _steps(self, progress: Progress) -> Iterator[Any]:
         """Yield the steps of a pass: full ones as a bare batch, others as `Step`."""
@@ -301,13 +271,7 @@ class SliceSource(_StreamSource):
         items = _last_marked(self._begin(progress, shard=0), max(1, self._reader.num_workers))
         if skip:
             items = islice(items, skip, None)
-        return _with_state(items, progress) if stream.keeps_state else items
-
-
-def _with_state(items: Iterator[Any], progress: Progress) -> Iterator[Any]:
-    for item in items:
-        progress.dataset_state = item.dataset_state
-        yield item
+        return items
 
 
 def _last_marked(items: Iterator[Any], num_readers: int) -> Iterator[Any]:
@@ -325,12 +289,10 @@ def _last_marked(items: Iterator[Any], num_readers: int) -> Iterator[Any]:
                 continue
         if held is not None:
             yield held
-            held = None
+        held = item if is_marked else None
         if not is_marked:
             yield item
-            continue
-        held = item
-        if num_readers == 0:
+        elif num_readers == 0:
             break
     if held is not None:
         if held.rows is not None:
@@ -338,7 +300,7 @@ def _last_marked(items: Iterator[Any], num_readers: int) -> Iterator[Any]:
         yield held
 
 
-def _not_yet(step: Step) -> Step:
+def _as_it_is(step: Step) -> Step:
     return step
 
 
@@ -357,7 +319,7 @@ class ShardSource(_StreamSource):
         self._collate: Any = reader.collate_fn
         if reader.num_workers == 0:
             # Two batches are read ahead, and what collating draws belongs to the step that is yielded.
-            reader.collate_fn = _not_yet
+            reader.collate_fn = _as_it_is
 
     @property
     def readers(self) -> int:
@@ -398,9 +360,7 @@ class ShardSource(_StreamSource):
 
     def _collated(self, step: Step) -> Step:
         """Return a step collated, whoever does it: a worker, or this process now."""
-        if step.is_collated:
-            return step
-        collated: Step = self._collate(step)
+        collated: Step = step if step.is_collated else self._collate(step)
         return collated
 
     def _announce(self, current: Step | None, following: Step | None, spare: Step | None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -77,25 +77,6 @@ _copy_stream = functools.cache(SideStream)
 """One for each device: every stream keeps memory of its own for what is made in it."""
 
 
-class _Copy:
-    """A batch on its way to the device, or there."""
-
-    __slots__ = ("_batch", "_end", "_side")
-
-    def __init__(self, batch: Any, side: SideStream | None = None) -> None:
-        self._batch = batch
-        self._side = side
-        self._end = None if side is None else side.mark()
-
-    def take(self) -> Any:
-        """Return the batch for use by the computation, and let go of it."""
-        batch, self._batch = self._batch, None
-        if self._side is not None:
-            moved = leaves(batch, is_leaf=_is_moved)
-            self._side.hand_over(self._end, (leaf for leaf in moved if isinstance(leaf, Tensor)))
-        return batch
-
-
 _COMPILING_DEVICES = ("tpu",)
 """Kinds of devices on which every new shape costs a compilation, of seconds to minutes."""
 
@@ -104,47 +85,54 @@ class _DeviceCopies:
     """Copies of batches to an accelerator, in a stream of their own where it has streams."""
 
     def __init__(self, device: torch.device, config: DataConfig, *, pins: bool = False) -> None:
-        """Copy nothing yet.
-
-        Args:
-            pins: pin batches here, where the configuration wants them pinned: no thread of the loader has.
-        """
+        """`pins` batches here, where the configuration wants them pinned: no thread of the loader has."""
         self._device = device
         self._non_blocking = config.non_blocking
         self._pins = pins and config.pin_memory and torch.accelerator.is_available()
         self._side = _copy_stream(device) if config.prefetch_to_device and has_streams(device) else None
         self._shapes: set[tuple[torch.Size, ...]] | None = set() if device.type in _COMPILING_DEVICES else None
 
-    def begin(self, batch: Any) -> _Copy:
-        """Begin to copy a batch. One that holds more than host tensors and plain values is copied where it is used.
+    def begin(self, batch: Any) -> Callable[[], Any]:
+        """Begin to copy a batch; return a function that returns it for use, once, and lets go of it.
 
-        What another class's `.to` returns may hold tensors that nobody here can find, to keep their memory.
+        One that holds more than host tensors and plain values is copied where it is used: what another class's `.to`
+        returns may hold tensors that nobody here can find, to keep their memory.
         """
         if self._shapes is not None:
             self._note_shapes(self._shapes, batch)
-        if self._side is None:
-            return _Copy(send_to_device(batch, self._device, non_blocking=self._non_blocking))
+        side = self._side
+        if side is None:
+            return [send_to_device(batch, self._device, non_blocking=self._non_blocking)].pop
         if not all(map(_lies_on_host, leaves(batch, is_leaf=_is_moved))):
-            return _Copy(send_to_device(batch, self._device, non_blocking=True))
+            return [send_to_device(batch, self._device, non_blocking=True)].pop
         if self._pins:
-            batch = map_leaves(_pinned, batch, is_leaf=_is_moved)
-        with self._side.entered():
-            return _Copy(send_to_device(batch, self._device, non_blocking=True), self._side)
+            batch = map_leaves(
+                lambda leaf: leaf.pin_memory() if isinstance(leaf, Tensor) else leaf, batch, is_leaf=_is_moved
+            )
+        with side.entered():
+            copies = [send_to_device(batch, self._device, non_blocking=True)]
+            end = side.mark()
+
+        def take() -> Any:
+            moved = leaves(copies[0], is_leaf=_is_moved)
+            side.hand_over(end, (leaf for leaf in moved if isinstance(leaf, Tensor)))
+            return copies.pop()
+
+        return take
 
     def _note_shapes(self, known: set[tuple[torch.Size, ...]], batch: Any) -> None:
         shapes = tuple(leaf.shape for leaf in leaves(batch) if isinstance(leaf, Tensor))
         if known and shapes not in known:
+            before, now = (
+                ", ".join("x".join(map(str, shape)) for shape in each) for each in (next(iter(known)), shapes)
+            )
             logger.warning_once(
-                f"batches differ in shape ({_show_shapes(next(iter(known)))}, then {_show_shapes(shapes)}), and "
+                f"batches differ in shape ({before}, then {now}), and "
                 f"{self._device.type} compiles a step anew for each: pad all to the length of the longest row "
                 "(pad_batches_to_multiple_of=N in TrainingArguments, pad_to_multiple_of=N of a collator), and drop "
                 "a short last batch (drop_last=True)"
             )
         known.add(shapes)
-
-
-def _show_shapes(shapes: Iterable[torch.Size]) -> str:
-    return ", ".join("x".join(map(str, shape)) for shape in shapes)
 
 
 def _is_moved(node: Any) -> bool:
@@ -156,10 +144,6 @@ def _lies_on_host(leaf: Any) -> bool:
     if not isinstance(leaf, Tensor):
         return not hasattr(leaf, "to")
     return leaf.device.type == "cpu" and leaf.layout is torch.strided and not leaf.is_nested
-
-
-def _pinned(leaf: Any) -> Any:
-    return leaf.pin_memory() if isinstance(leaf, Tensor) else leaf
 
 
 class PreparedDataLoader(DataLoader[Any]):
@@ -233,22 +217,17 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def remaining(self) -> int | None:
         """Steps left of the current pass, the one yielded last included; None where the length is not known."""
-        if not self._passes:
-            return None
-        current = self._passes[-1]
-        if current.rows is not None and current.rows.is_last:  # is_complete, without its call: every micro-batch asks
+        current = self._passes[-1] if self._passes else None
+        if current is not None and current.is_complete:
             return 1
-        return None if current.total is None else current.total - current.num_yielded + 1
+        return None if current is None or current.total is None else current.total - current.num_yielded + 1
 
     @property
     def epoch(self) -> int:
         """The epoch whose order the next pass takes, or the present one is reading."""
         return self._source.epoch
 
-    @property
-    def iteration(self) -> int:
-        """The epoch, under the name that other libraries give it."""
-        return self.epoch
+    iteration = epoch  # the name that other libraries give it
 
     @functools.cached_property  # which leaves a loader class of the user's own an attribute of that name
     def device(self) -> torch.device:
@@ -282,8 +261,8 @@ class PreparedDataLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the pass under way, or of the one left early last; else the next one's beginning.
 
-        Passes of loaders that `skip_first_batches` made of this one count. The same on every rank; ranks do not
-        communicate. Batches that have been read ahead do not count.
+        Passes of loaders that `skip_first_batches` made of this one count, batches that have been read ahead do not.
+        The same on every rank; ranks do not communicate.
         """
         return self.noted_state_dict()()
 
@@ -293,8 +272,7 @@ class PreparedDataLoader(DataLoader[Any]):
         if current is not None and not self._bookmark.is_open and current.epoch != epoch:
             current = None
         if current is None:
-            position = self._source.position(epoch, None)
-            return position.to_dict
+            return self._source.position(epoch, None).to_dict
         reached, source = current.copy(), self._source
         return lambda: source.position(reached.epoch, reached).to_dict()
 
@@ -363,7 +341,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 # copy of one still runs beside the steps before it, which the host only enqueues.
                 copies = _DeviceCopies(self._device, self._config, pins=True)
                 for batch in self._read(current):
-                    yield copies.begin(batch).take()
+                    yield copies.begin(batch)()
             is_complete = True
         finally:
             self._passes.remove(current)
@@ -385,7 +363,7 @@ class PreparedDataLoader(DataLoader[Any]):
             except Exception as error:  # raised in its turn: this batch is good
                 following, failure = None, error
             current.move_to(reached)
-            yield copied.take()
+            yield copied()
         if failure is not None:
             raise failure
 
@@ -424,11 +402,7 @@ class PreparedDataLoader(DataLoader[Any]):
             self.set_epoch(epoch + is_complete)
 
     def add_hooks(self, config: DataConfig, on_begin: Hook | None, on_end: Hook | None) -> None:
-        """Call hooks of another Accelerator, too, when passes begin and end.
-
-        Raises:
-            ConfigError: its settings are others than those that the loader was prepared with.
-        """
+        """Call hooks of another Accelerator, too, when passes begin and end."""
         differing = [f.name for f in fields(config) if getattr(config, f.name) != getattr(self._config, f.name)]
         if differing and not self._by_hand:
             said = ", ".join(f"{name}={getattr(self._config, name)!r}" for name in differing)
@@ -554,8 +528,9 @@ def _build_source(
             f"dispatch_batches=True sends each of {process.world_size} ranks its own batch, and the data is cut into "
             f"{shards} parts; leave dispatch_batches off when ranks share their data"
         )
-    is_stream = isinstance(loader.dataset, IterableDataset)
-    build: Callable[..., Source] = build_stream_source if is_stream else build_index_source
+    build: Callable[..., Source] = (
+        build_stream_source if isinstance(loader.dataset, IterableDataset) else build_index_source
+    )
     return build(loader, process=process, config=config, seed=seed, shards=shards, shard=shard)
 
 
@@ -669,13 +644,14 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
     """
     if num_batches < 0:
         raise ConfigError(f"num_batches={num_batches} cannot be skipped; give a number from 0 on")
-    if not isinstance(dataloader, PreparedDataLoader):
+    prepared, plain = dataloader, None
+    if isinstance(prepared, PreparedDataLoader):
+        plain = prepared._plain
+    else:
         alone = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
         prepared = prepare_data_loader(dataloader, process=alone, config=DataConfig(), seed=torch.initial_seed())
-        skipping = prepared.skipping(num_batches)
-        skipping._plain = (dataloader, num_batches)
-        return skipping
-    skipping = dataloader.skipping(num_batches)
-    if dataloader._plain is not None:
-        skipping._plain = (dataloader._plain[0], dataloader._plain[1] + num_batches)
+        plain = (dataloader, 0)
+    skipping = prepared.skipping(num_batches)
+    if plain is not None:
+        skipping._plain = (plain[0], plain[1] + num_batches)
     return skipping

@@ -84,7 +84,9 @@ def trim_gathered(
     own_size = None if rows is None else rows.sizes[process.rank]
 
     def is_column(node: Any) -> bool:
-        return _is_column(node) or _is_texts(node, own_size)
+        # A tuple of strings, one for each sample, is what `zip(*samples)` makes; other tuples are structures.
+        is_tuple = type(node) is tuple and len(node) == own_size
+        return _is_column(node) or (is_tuple and all(isinstance(entry, (str, bytes)) for entry in node))
 
     if not process.is_distributed:
         return map_leaves(lambda leaf: _alone(leaf, process, as_samples), data, is_leaf=is_column)
@@ -189,11 +191,6 @@ def _is_array(node: Any) -> bool:
     return isinstance(node, np.ndarray) and node.ndim > 0
 
 
-def _is_texts(node: Any, num_samples: int | None) -> bool:
-    """A tuple of strings, one for each sample, as `zip(*samples)` makes it; others are structures."""
-    return type(node) is tuple and len(node) == num_samples and all(isinstance(entry, (str, bytes)) for entry in node)
-
-
 def _keep_own(data: Any, rows: BatchRows, shard: int) -> Any:
     """Keep the valid rows of one shard's own column, or of a mapping of columns."""
     if isinstance(data, Mapping):
@@ -217,11 +214,7 @@ def _keep(column: Any, rows: Sequence[int], sizes: Sequence[int]) -> Any:
 
 
 def _valid_slices(length: int, rows: Sequence[int], sizes: Sequence[int]) -> list[slice] | None:
-    """Return the valid rows of each shard; None where the length is no multiple of samples or of shards.
-
-    Raises:
-        ConfigError: batches were filled up, and there is neither one row for each sample nor one for each shard.
-    """
+    """Return the valid rows of each shard; None where the length is no multiple of samples or of shards."""
     num_samples, num_shards = sum(sizes), len(sizes)
     if length not in (0, num_samples, num_shards) and _is_filled_up(rows, sizes):
         # Of several rows for each sample, nobody knows in which order they are: by sample, or all first ones first.

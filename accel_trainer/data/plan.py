@@ -119,11 +119,7 @@ Round = tuple[Sequence[Any], BatchRows]
 
 
 def check_can_split(batch_size: int | None, shards: int) -> None:
-    """Refuse a batch size, unless it varies (None), whose batches the shards cannot share evenly.
-
-    Raises:
-        ConfigError: it is no multiple of the number of shards.
-    """
+    """Refuse a batch size, unless it varies (None), whose batches the shards cannot share evenly."""
     if batch_size is not None and batch_size % shards:
         raise ConfigError(
             f"split_batches=True cuts each batch over {shards} processes, and batch_size={batch_size} is no round "

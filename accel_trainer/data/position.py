@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -36,10 +37,7 @@ class Progress:
 
     def copy(self) -> Progress:
         """Return the position that has been reached by now."""
-        reached = Progress(self.epoch, self.total, self.num_yielded, self.rows, self.start, self.dataset_state)
-        reached._before, reached._since = self._before, self._since
-        reached.gathered_rows = self.gathered_rows
-        return reached
+        return copy.copy(self)
 
     def move_to(self, reached: Progress) -> None:
         """Take all of another pass's progress."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import chain, count, dropwhile, islice, repeat
 from typing import Any
 
@@ -72,16 +73,11 @@ class StepStreams:
     def __init__(self) -> None:
         self._seeds: tuple[int, int, int] | None = None
 
-    @property
-    def seeds(self) -> tuple[int, int, int]:
-        """The seeds of the three streams, drawn from them when they are first asked for."""
-        if self._seeds is None:
-            self._seeds = random.getrandbits(63), int(np.random.randint(2**63)), int(torch.randint(2**63 - 1, ()))
-        return self._seeds
-
     def begin(self, *place: int) -> None:
         """Begin the streams of a place: an epoch and a step, for instance. 15 us."""
-        python_seed, numpy_seed, torch_seed = self.seeds
+        if self._seeds is None:
+            self._seeds = random.getrandbits(63), int(np.random.randint(2**63)), int(torch.randint(2**63 - 1, ()))
+        python_seed, numpy_seed, torch_seed = self._seeds
         random.seed(mix_seed(python_seed, *place))
         np.random.seed(mix_seed(numpy_seed, *place) % 2**32)
         # Not torch.manual_seed: it goes through all kinds of accelerators, in 100 us.
@@ -96,17 +92,12 @@ def draw_alike(source: Any, seed: int) -> Iterator[Any]:
     streams = PrivateStreams(seed)
     with streams:
         items = iter(source)
-        head = list(islice(items, 1))
-    return chain(head, _under(streams, items) if streams.were_used else items)
-
-
-def _under(streams: PrivateStreams, items: Iterator[Any]) -> Iterator[Any]:
-    while True:
-        with streams:
-            upcoming = list(islice(items, 1))
-        if not upcoming:
-            return
+        upcoming = list(islice(items, 1))
+    private = streams if streams.were_used else nullcontext()
+    while upcoming:
         yield upcoming[0]
+        with private:
+            upcoming = list(islice(items, 1))
 
 
 # --- workers of a map-style loader ------------------------------------------------------------------------------------
@@ -155,44 +146,31 @@ class SeededDataset:
         self._streams = StepStreams()
 
     def __getitems__(self, numbered: tuple[list[Any], int, int]) -> Any:
-        indices, number, epoch = numbered
-        if number < 0:
-            return Turn()
-        self._streams.begin(epoch, number)
         # As torch's fetcher does.
         read_all = getattr(self.dataset, "__getitems__", None)
-        return read_all(indices) if read_all else [self.dataset[index] for index in indices]
+        return self._read(numbered, read_all or (lambda indices: [self.dataset[index] for index in indices]))
 
     def __getitem__(self, numbered: tuple[Any, int, int]) -> Any:
-        index, number, epoch = numbered
+        return self._read(numbered, self.dataset.__getitem__)
+
+    def _read(self, numbered: tuple[Any, int, int], read: Callable[[Any], Any]) -> Any:
+        item, number, epoch = numbered
         if number < 0:
             return Turn()
         self._streams.begin(epoch, number)
-        return self.dataset[index]
+        return read(item)
 
 
-class CollateInTurn:
-    """A loader's collate function, which is not called where a worker is left out."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        """Return a batch, or its stand-in."""
-        return samples if type(samples) is Turn else self._collate(samples)
+def collate_in_turn(collate: Callable[[Any], Any], samples: Any) -> Any:
+    """Return a batch, or its stand-in where the worker is left out."""
+    return samples if type(samples) is Turn else collate(samples)
 
 
-class WorkerInit:
-    """A loader's `worker_init_fn`, which finds the user's dataset in `get_worker_info()`."""
-
-    def __init__(self, init: Callable[[int], Any] | None) -> None:
-        self._init = init
-
-    def __call__(self, worker_id: int) -> None:
-        """Initialise a worker, which calls it once."""
-        info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
-        init_worker(self._init, worker_id)
+def init_seeded_worker(init: Callable[[int], Any] | None, worker_id: int) -> None:
+    """Do as `init_worker`; `get_worker_info()` then has the user's dataset."""
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
+    init_worker(init, worker_id)
 
 
 def init_worker(init: Callable[[int], Any] | None, worker_id: int) -> None:

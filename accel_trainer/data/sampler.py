@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Iterator, Sized
 from itertools import chain, islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,8 +28,7 @@ from accel_trainer.data.randomness import draw_alike
 from accel_trainer.errors import IncompatibleCheckpointError
 
 _NESTED = ("batch_sampler", "sampler")
-_NESTED_LIST = "batch_samplers"
-"""Of sentence-transformers' samplers over several datasets."""
+_NESTED_LIST = "batch_samplers"  # of sentence-transformers' samplers over several datasets
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -64,13 +64,6 @@ class SeedableRandomSampler(RandomSampler):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next pass takes."""
         self.epoch = epoch
-
-
-class Clock:
-    """The epoch, shared by a sampler and its copies that begin elsewhere."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
 
 
 class ShardedBatchSampler(Sampler[Any]):
@@ -118,7 +111,7 @@ class ShardedBatchSampler(Sampler[Any]):
         self.planned: deque[BatchRows] = deque()
         """Rows of the batches whose indices the pass begun last has handed out; readers take them from the left."""
         self._origin: tuple[int, int] | None = None
-        self._clock = Clock()
+        self._clock = SimpleNamespace(epoch=0)  # shared with copies that begin elsewhere
 
     @property
     def batch_size(self) -> int | None:
@@ -149,7 +142,7 @@ class ShardedBatchSampler(Sampler[Any]):
             epoch = getattr(node, "epoch", None)
             if isinstance(epoch, int) and callable(getattr(node, "set_epoch", None)):
                 return epoch
-        return self._clock.epoch
+        return int(self._clock.epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, here and in every sampler below."""
@@ -170,11 +163,7 @@ class ShardedBatchSampler(Sampler[Any]):
         return type(self.batch_sampler) is BatchSampler
 
     def origin_of(self, num_samples: int) -> int:
-        """Return the origin that leaves out the first samples of the present epoch.
-
-        Raises:
-            IncompatibleCheckpointError: no batch begins there.
-        """
+        """Return the origin that leaves out the first samples of the present epoch."""
         if self.counts_samples or not num_samples:
             return num_samples
         found = num_batches = 0
@@ -244,22 +233,19 @@ class ShardedBatchSampler(Sampler[Any]):
             first = list(batch_indices(order[: width * size], size, drop_last))
             return first, batch_indices(order[origin:], size, drop_last, skip), order[origin:]
         if origin and self.counts_samples:
-            return *self._batches_from(origin, width), None
+            # The rest is batched anew, whatever the size was before.
+            size, drop_last = base.batch_size, self.drop_last
+            self.began_at = (origin + skip * size, self.start)
+            drawn = self._draw(BatchSampler(base.sampler, size, drop_last=False))
+            first = list(islice(drawn, width))
+            indices = islice(chain.from_iterable(chain(first, drawn)), origin, None)
+            return first, islice(BatchSampler(indices, size, drop_last), skip, None), None
         source = self._draw(base)
         first = list(islice(source, width))
         rest = chain(first, source)
         samples = sum(map(count_rows, islice(rest, origin + skip)))
         self.began_at = (samples, self.start)
         return first, rest, None
-
-    def _batches_from(self, origin: int, width: int) -> tuple[list[Any], Iterator[Any]]:
-        """Return the same where samples are left out: the rest is batched anew, whatever the size was before."""
-        size, drop_last, skip = self.batch_sampler.batch_size, self.drop_last, self.start * width
-        self.began_at = (origin + skip * size, self.start)
-        drawn = self._draw(BatchSampler(self.batch_sampler.sampler, size, drop_last=False))
-        first = list(islice(drawn, width))
-        indices = islice(chain.from_iterable(chain(first, drawn)), origin, None)
-        return first, islice(BatchSampler(indices, size, drop_last), skip, None)
 
     def _draw(self, sampler: Any) -> Iterator[Any]:
         """Iterate a sampler, or a batch sampler, its randomness seeded alike on every shard."""
@@ -272,19 +258,14 @@ class ShardedBatchSampler(Sampler[Any]):
         # No generator to seed: a sampler of one's own may draw from the global streams, which differ between ranks.
         return draw_alike(seeded, seed)
 
-    def _num_batches(self) -> int:
-        """Batches of the base from `origin` on."""
-        base, origin = self.batch_sampler, self.origin
-        if not origin:
-            return len(base)
-        if not self.counts_samples:
-            return max(0, len(base) - origin)
-        left = max(0, len(base.sampler) - origin)
-        return left // base.batch_size if base.drop_last else -(-left // base.batch_size)
-
     def __len__(self) -> int:
-        rule = self.rule
-        full, extra = divmod(self._num_batches(), rule.batches_per_round)
+        rule, base, origin = self.rule, self.batch_sampler, self.origin
+        if origin and self.counts_samples:
+            left = max(0, len(base.sampler) - origin)
+            num_batches = left // base.batch_size if base.drop_last else -(-left // base.batch_size)
+        else:
+            num_batches = max(0, len(base) - origin)
+        full, extra = divmod(num_batches, rule.batches_per_round)
         if rule.drop_last:
             extra = 0
         elif rule.even or rule.join:

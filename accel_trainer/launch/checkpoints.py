@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, check_checkpoint
 from accel_trainer.checkpoint.store import LOCK_NAME, DirectoryLock, is_complete, numbered_checkpoints, retire, sweep
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError
+from accel_trainer.launch.cli import add_option, command_parser
 from accel_trainer.runtime.cores import usable_cores
 
 _PREFIXES = ("checkpoint_", "checkpoint-")
@@ -26,7 +28,11 @@ def run_ckpt(words: Sequence[str]) -> int:
     if arguments.command == "list":
         return _list(arguments.directory)
     if arguments.command == "verify":
-        return _verify(arguments.directory, "size" if arguments.size else "full")
+        mode = "size" if arguments.size else "full"
+        flaws = {path: _flaw(path, mode) for path in _find(arguments.directory)}
+        for path, flaw in flaws.items():
+            print(f"{path.name}  good" if flaw is None else flaw)
+        return int(any(flaws.values()))
     if arguments.keep < 1:
         parser.error(f"--keep {arguments.keep} would leave no checkpoint; keep 1 or more")
     return _prune(arguments.directory, arguments.keep)
@@ -34,7 +40,7 @@ def run_ckpt(words: Sequence[str]) -> int:
 
 def ckpt_parser() -> argparse.ArgumentParser:
     """Return the parser of `accel-trainer ckpt`."""
-    parser = argparse.ArgumentParser("accel-trainer ckpt", description="Checkpoints on disk.", allow_abbrev=False)
+    parser = command_parser("ckpt", "Checkpoints on disk.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     listing = commands.add_parser("list", help="print the checkpoints of a directory", allow_abbrev=False)
     verifying = commands.add_parser("verify", help="compare files with their checksums", allow_abbrev=False)
@@ -64,11 +70,10 @@ def run_merge_weights(words: Sequence[str]) -> int:
 
 def merge_weights_parser() -> argparse.ArgumentParser:
     """Return the parser of `accel-trainer merge-weights`."""
-    parser = argparse.ArgumentParser(
-        "accel-trainer merge-weights",
-        description="Write the weights of a checkpoint as safetensors that from_pretrained reads: of save_state, of "
+    parser = command_parser(
+        "merge-weights",
+        "Write the weights of a checkpoint as safetensors that from_pretrained reads: of save_state, of "
         "torch.distributed.checkpoint, or in shards of Hugging Face accelerate and its Trainer.",
-        allow_abbrev=False,
     )
     _add_export_options(parser)
     parser.set_defaults(format="weights")
@@ -79,40 +84,24 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="IN", help="a checkpoint, or a directory of sharded weights")
     parser.add_argument("target", type=Path, metavar="OUT", help="the directory to write to")
     parser.add_argument("--unit", type=int, default=0, metavar="N", help="which of several models; default: 0")
-    parser.add_argument(
-        "--max_shard_size", "--max-shard-size", default="10GB", metavar="SIZE", help="of a file; default: 10GB"
-    )
-    parser.add_argument(
-        "--unsafe_serialization",
-        "--unsafe-serialization",
-        action="store_true",
-        help="write pytorch_model.bin, a pickle, instead of safetensors",
-    )
-    parser.add_argument(
-        "--verify", default="full", choices=("full", "size", "off"), help="compare files with their checksums"
-    )
+    add_option(parser, "max_shard_size", default="10GB", metavar="SIZE", help="of a file; default: 10GB")
+    text = "write pytorch_model.bin, a pickle, instead of safetensors"
+    add_option(parser, "unsafe_serialization", action="store_true", help=text)
+    text = "compare files with their checksums"
+    add_option(parser, "verify", default="full", choices=("full", "size", "off"), help=text)
 
 
 def export(arguments: argparse.Namespace) -> int:
     """Write the weights or the state that arguments of the command line name, and print the files; return 0."""
+    from accel_trainer.checkpoint.interop.huggingface import export_hf_fsdp, export_weights
+
+    given: dict[str, Any] = {"unit": arguments.unit, "verify": arguments.verify}
     if arguments.format == "weights":
-        from accel_trainer.checkpoint.interop.huggingface import export_weights
-
-        names = export_weights(
-            arguments.source,
-            arguments.target,
-            unit=arguments.unit,
-            max_shard_size=arguments.max_shard_size,
-            safe_serialization=not arguments.unsafe_serialization,
-            verify=arguments.verify,
-        )
+        given |= {"max_shard_size": arguments.max_shard_size, "safe_serialization": not arguments.unsafe_serialization}
+        names = export_weights(arguments.source, arguments.target, **given)
     else:
-        from accel_trainer.checkpoint.interop.huggingface import export_hf_fsdp
-
         is_sharded = arguments.format == "fsdp-sharded"
-        names = export_hf_fsdp(
-            arguments.source, arguments.target, is_sharded=is_sharded, unit=arguments.unit, verify=arguments.verify
-        )
+        names = export_hf_fsdp(arguments.source, arguments.target, is_sharded=is_sharded, **given)
     size = sum((arguments.target / name).stat().st_size for name in names)
     print(f"{arguments.target}: {len(names)} file(s), {size / 2**20:,.1f} MiB")
     return 0
@@ -152,21 +141,13 @@ def _list(directory: Path) -> int:
     return 0
 
 
-def _verify(directory: Path, mode: str) -> int:
-    flaws = {path: _flaw(path, mode) for path in _find(directory)}
-    for path, flaw in flaws.items():
-        print(f"{path.name}  good" if flaw is None else flaw)
-    return 1 if any(flaw is not None for flaw in flaws.values()) else 0
-
-
 def _newest_and_best(directory: Path, prefix: str) -> list[Path]:
     """Return the newest complete checkpoint, and the one that its Trainer called the best."""
-    complete = (path for _, path in reversed(numbered_checkpoints(directory, prefix)) if is_complete(path))
-    newest = next(complete, None)
-    if newest is None:
-        return []
-    best = Manifest.read(newest).metadata.get("trainer", {}).get("best_step")
-    return [newest] if best is None else [newest, directory / f"{prefix}{best}"]
+    for _, newest in reversed(numbered_checkpoints(directory, prefix)):
+        if is_complete(newest):
+            best = Manifest.read(newest).metadata.get("trainer", {}).get("best_step")
+            return [newest] if best is None else [newest, directory / f"{prefix}{best}"]
+    return []
 
 
 def _prune(directory: Path, keep: int) -> int:

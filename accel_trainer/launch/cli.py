@@ -18,7 +18,7 @@ class Command(NamedTuple):
     """One command; names of functions are `MODULE:FUNCTION` below `accel_trainer`."""
 
     run: str
-    """Takes the words behind the command's name, and returns the exit code."""
+    """Takes the words behind the command's name, and returns the exit code; a mistake is an AccelTrainerError."""
     parser: str
     """Returns the parser of those words."""
     text: str
@@ -40,16 +40,16 @@ COMMANDS = {
         "make a configuration file from a few answers (config default: without)",
     ),
     "convert": Command(
-        "contrib.convert:run_convert",
-        "contrib.convert:convert_parser",
+        "contrib.deepspeed_fsdp:run_convert",
+        "contrib.deepspeed_fsdp:convert_parser",
         "write a configuration in another spelling, or for another engine",
     ),
     "convert-config": Command(
-        "contrib.convert:run_convert", "contrib.convert:convert_parser", "the same, by its earlier name"
+        "contrib.deepspeed_fsdp:run_convert", "contrib.deepspeed_fsdp:convert_parser", "the same, by its earlier name"
     ),
     "to-fsdp2": Command(
-        "contrib.convert:run_to_fsdp2",
-        "contrib.convert:to_fsdp2_command_parser",
+        "contrib.deepspeed_fsdp:run_to_fsdp2",
+        "contrib.deepspeed_fsdp:to_fsdp2_command_parser",
         "rewrite a file of accelerate for FSDP1 as one of accelerate for FSDP2",
     ),
     "ckpt": Command(
@@ -61,8 +61,8 @@ COMMANDS = {
         "write sharded weights as files that from_pretrained reads",
     ),
     "report": Command(
-        "contrib.run_report.command:run_report",
-        "contrib.run_report.command:report_parser",
+        "contrib.run_report.page:run_report",
+        "contrib.run_report.page:report_parser",
         "write a page of a run's curves, figures and options, or compare runs",
     ),
     "estimate": Command(
@@ -93,8 +93,8 @@ COMMANDS = {
 }
 
 _REFUSED = {
-    "tpu-config": "it starts commands on pods of TPUs by Google's own tool, which is there; or run "
-    "`accel-trainer launch` on each machine, or let a scheduler do it"
+    "tpu-config": "tpu-config is a command of accelerate that is not offered: it starts commands on pods of TPUs by "
+    "Google's own tool, which is there; or run `accel-trainer launch` on each machine, or let a scheduler do it"
 }
 """Commands of accelerate that are not offered, and what to do instead."""
 
@@ -104,21 +104,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name = words[0] if words else "--help"
     if name in ("-h", "--help", "help"):
-        print(_overview())
+        width = max(map(len, COMMANDS))
+        table = "\n".join(f"  {name:<{width}}  {text}" for name, (_, _, text) in COMMANDS.items())
+        print(f"usage: accel-trainer COMMAND [options]\n\n{table}\n")
+        print("`accel-trainer COMMAND --help` says more; `accel-trainer --version` prints the version.")
         return 0
     if name in ("-V", "--version"):
         from accel_trainer import __version__
 
         print(f"accel-trainer {__version__}")
         return 0
-    if name in _REFUSED:
-        print(
-            f"accel-trainer: {name} is a command of accelerate that is not offered: {_REFUSED[name]}", file=sys.stderr
-        )
-        return 2
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
-        print(f"accel-trainer: unknown command {name!r}{hint}", file=sys.stderr)
+        problem = _REFUSED.get(name) or f"unknown command {name!r}{hint}"
+        print(f"accel-trainer: {problem}", file=sys.stderr)
         return 2
     try:
         code: int = load_command(COMMANDS[name].run)(words[1:])
@@ -147,6 +146,18 @@ def load_command(path: str) -> Callable[..., Any]:
     return loaded
 
 
+def command_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser of the words behind a command's name, in which no option may be cut short."""
+    import argparse  # the overview of all commands is printed without it
+
+    return argparse.ArgumentParser(f"accel-trainer {name}", description=description, allow_abbrev=False)
+
+
+def add_option(parser: argparse._ActionsContainer, name: str, **options: Any) -> None:
+    """Add `--name` to a parser or a group of one, with `-` as well as `_` between its words."""
+    parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **options)
+
+
 def as_subcommand(
     parser: argparse.ArgumentParser, subparsers: Any, name: str, run: Callable[[argparse.Namespace], Any]
 ) -> argparse.ArgumentParser:
@@ -161,12 +172,3 @@ def as_subcommand(
     )
     command.set_defaults(func=run)
     return command
-
-
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    table = "\n".join(f"  {name:<{width}}  {text}" for name, (_, _, text) in COMMANDS.items())
-    return (
-        f"usage: accel-trainer COMMAND [options]\n\n{table}\n\n"
-        "`accel-trainer COMMAND --help` says more; `accel-trainer --version` prints the version."
-    )

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from accel_trainer.config import Dialect, read_file, resolve, to_file_dict
-from accel_trainer.config.deepspeed.block import accelerate_fields
+from accel_trainer.config.deepspeed_block import accelerate_fields
 from accel_trainer.config.description import commented_yaml, json_schema
 from accel_trainer.config.dialects.accelerate import DYNAMO, PARALLEL_SIZES
 from accel_trainer.config.dialects.fsdp import fsdp_keys
-from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import MixedPrecision, RunConfig, get_value
+from accel_trainer.config.yaml_reader import dump_yaml
 from accel_trainer.errors import ConfigError
-from accel_trainer.launch.cli import load_command
+from accel_trainer.launch.cli import add_option, command_parser, load_command
 from accel_trainer.launch.flags import launch_flags
 from accel_trainer.tracking import mask_secrets
 
@@ -78,11 +78,7 @@ _MIN_STAGES = {"offload_optimizer_device": 1, "offload_param_device": 3}
 
 
 def run_config(words: Sequence[str]) -> int:
-    """Run `accel-trainer config` or `config default`, and print where the file is.
-
-    Raises:
-        ConfigError: the options, the name of the file or the answers are wrong. Nothing has been written then.
-    """
+    """Run `accel-trainer config` or `config default`, and print where the file is."""
     arguments = config_parser().parse_args(words)
     file = arguments.config_file
     path = Path(file).expanduser() if file else default_config_path(os.environ)
@@ -132,41 +128,26 @@ def _show_file(file: str | None, *, is_updated: bool) -> int:
 
 def config_parser() -> argparse.ArgumentParser:
     """Return the parser of `accel-trainer config`."""
-    parser = argparse.ArgumentParser(
-        "accel-trainer config",
-        description="Ask a few questions and write a configuration file; `config default` asks nothing.",
-        allow_abbrev=False,
-    )
+    description = "Ask a few questions and write a configuration file; `config default` asks nothing."
+    parser = command_parser("config", description)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    default = commands.add_parser(
-        "default", help="write a file with defaults, where launch finds it", allow_abbrev=False
+    texts = {
+        "default": "write a file with defaults, where launch finds it",
+        "show": "print a file as one of ours, whatever wrote it, with a comment for each option",
+        "update": "write a file anew as one of ours, with the options that it has",
+        "schema": "print the JSON schema of our files",
+    }
+    default, *others = (
+        commands.add_parser(name, help=text, description=text, allow_abbrev=False) for name, text in texts.items()
     )
-    others = [
-        commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        for name, text in (
-            ("show", "print a file as one of ours, whatever wrote it, with a comment for each option"),
-            ("update", "write a file anew as one of ours, with the options that it has"),
-            ("schema", "print the JSON schema of our files"),
-        )
-    ]
     # Suppressed: without the option, the sub-parser would put its default over the value that stood before `default`.
     for command, unset in ((parser, None), *((each, argparse.SUPPRESS) for each in (default, *others))):
-        command.add_argument(
-            "--config_file", "--config-file", metavar="FILE", default=unset, help="the file, instead of the default"
-        )
-    default.add_argument(
-        "--mixed_precision", "--mixed-precision", default="no", choices=tuple(MixedPrecision), help="default: no"
-    )
-    default.add_argument(
-        "--zero_stage", "--zero-stage", type=int, choices=(1, 2, 3), help="shard with DeepSpeed: its ZeRO stage"
-    )
+        add_option(command, "config_file", metavar="FILE", default=unset, help="the file, instead of the default")
+    add_option(default, "mixed_precision", default="no", choices=tuple(MixedPrecision), help="default: no")
+    add_option(default, "zero_stage", type=int, choices=(1, 2, 3), help="shard with DeepSpeed: its ZeRO stage")
     for name, content in (("optimizer", "optimizer state"), ("param", "parameters, with stage 3,")):
-        default.add_argument(
-            f"--offload_{name}_device",
-            f"--offload-{name}-device",
-            choices=("none", "cpu"),
-            help=f"with --zero_stage: where {content} are kept between uses",
-        )
+        text = f"with --zero_stage: where {content} are kept between uses"
+        add_option(default, f"offload_{name}_device", choices=("none", "cpu"), help=text)
     return parser
 
 
@@ -192,14 +173,10 @@ def write_config(path: Path, text: str, *, is_new: bool) -> None:
         os.replace(written, path)
     except OSError as error:
         if is_new and path.exists():
-            raise ConfigError(
-                f"{path} exists and was left as it is; remove it first, or name another file with --config_file"
-            ) from None
+            raise ConfigError(f"{path} exists and was left as it is; remove it first, or name another file") from None
         with contextlib.suppress(OSError):
             written.unlink(missing_ok=True)
-        raise ConfigError(
-            f"{path} cannot be written: {error.strerror}; name another file with --config_file"
-        ) from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; name another file") from error
 
 
 # --- files with the keys of accelerate, as objects --------------------------------------------------------------------

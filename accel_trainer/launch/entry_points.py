@@ -15,7 +15,7 @@ from typing import Any
 
 from accel_trainer.config.dialects import fsdp as fsdp_dialect
 from accel_trainer.launch.checkpoints import export, merge_weights_parser
-from accel_trainer.launch.cli import as_subcommand
+from accel_trainer.launch.cli import add_option, as_subcommand, command_parser
 from accel_trainer.launch.config_file import (
     BaseConfig,
     ClusterConfig,
@@ -103,9 +103,8 @@ def _run(command: str, words: Sequence[str]) -> None:
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028  # no test
     """Return a parser of the command line of `accel-trainer test`, of the option `--config_file`."""
-    description = "Start a small job as configured, and check it."
-    parser = argparse.ArgumentParser("accel-trainer test", description=description, allow_abbrev=False)
-    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="instead of the default one")
+    parser = command_parser("test", "Start a small job as configured, and check it.")
+    add_option(parser, "config_file", metavar="FILE", help="instead of the default one")
     return as_subcommand(parser, subparsers, "test", test_command)
 
 

@@ -24,8 +24,8 @@ from accel_trainer.config.dialects.accelerate import (
     PARALLEL_SIZES,
     put_parallelism,
 )
+from accel_trainer.config.document import Entry
 from accel_trainer.config.layer import Layer, SourceKind
-from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.validation import BOOLEAN_WORDS, WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
 
@@ -55,21 +55,17 @@ _DEEPSPEED_FLAGS = {
 }
 """Keys of the DeepSpeed block, as accelerate's launcher has them: value and help."""
 _PARALLELISM = "parallelism_config"
+_FP8_OF_OTHERS = (
+    "fp8_use_autocast_during_eval", "fp8_margin", "fp8_interval", "fp8_format", "fp8_amax_history_len",
+    "fp8_amax_compute_algo", "fp8_override_linear_precision", "fp8_opt_level",
+)  # fmt: skip
 _REFUSED = {
-    "megatron_lm_": "there is no Megatron-LM strategy; use --use_fsdp, with --parallel_tp_size, or --use_deepspeed",
-    "use_megatron_lm": "there is no Megatron-LM strategy; use --use_fsdp, with --parallel_tp_size, or --use_deepspeed",
     **dict.fromkeys(
-        (
-            "fp8_use_autocast_during_eval",
-            "fp8_margin",
-            "fp8_interval",
-            "fp8_format",
-            "fp8_amax_history_len",
-            "fp8_amax_compute_algo",
-            "fp8_override_linear_precision",
-            "fp8_opt_level",
-        ),
-        "it is an option of TransformerEngine or MS-AMP, and fp8 is torchao's here; leave it out",
+        ("megatron_lm_", "use_megatron_lm"),
+        "there is no Megatron-LM strategy; use --use_fsdp, with --parallel_tp_size, or --use_deepspeed",
+    ),
+    **dict.fromkeys(
+        _FP8_OF_OTHERS, "it is an option of TransformerEngine or MS-AMP, and fp8 is torchao's here; leave it out"
     ),
     "downcast_bf16": "it exists on TPUs only; use --mixed_precision bf16",
     "mpirun_hostfile": "start the launcher or the script with mpirun itself (mpirun -f HOSTFILE accel-trainer launch "
@@ -82,6 +78,11 @@ _REFUSED = {
     **dict.fromkeys(
         ("aws_access_key_id", "aws_secret_access_key"),
         "jobs are not started on SageMaker; start this launcher there with SageMaker's own tools",
+    ),
+    **dict.fromkeys(
+        (f"{_PARALLELISM}_{name}" for name in PARALLEL_DETAILS),
+        "each way to share sequences has one backend, which takes any length, and the attention that the model was "
+        "loaded with; leave it out",
     ),
 }
 """Flags of accelerate's launcher that are not offered, or how their names begin, and what to do instead."""
@@ -213,11 +214,7 @@ class _LaunchParser(argparse.ArgumentParser):
     """argparse's help and results, of words that `read_flags` has read: one reader knows where the script begins."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse our flags, and leave the script with its own options to argparse.
-
-        Raises:
-            ConfigError: see `read_flags`.
-        """
+        """Parse our flags, and leave the script with its own options to argparse."""
         words = list(sys.argv[1:] if args is None else args)
         if words[:1] in (["-h"], ["--help"]):
             self.print_help()
@@ -233,9 +230,9 @@ def _typed(flag: Flag, value: Any) -> Any:
     """Return a value with the type that programs expect of it; one in a wrong spelling stays text."""
     if flag.is_switch:
         return _BOOLEANS.get(str(value).lower(), value)
-    kind = {"N": int, "SECONDS": float, "NUMBER": float}.get(flag.metavar or "", str)
+    kinds = {"N": int, "{0,1,2,3}": int, "SECONDS": float, "NUMBER": float, "NORM": float}
     try:
-        return kind(value)
+        return kinds.get(flag.metavar or "", str)(value)
     except ValueError:
         return value
 
@@ -269,11 +266,7 @@ def print_help(words: Sequence[str], command: str, synopsis: str, description: s
 
 
 def read_flags(argv: Sequence[str], command: str) -> tuple[list[tuple[Flag, Any, str, Sequence[str]]], tuple[str, ...]]:
-    """Return the flags before the script, each with its value, its spelling and its words; and the script and its own.
-
-    Raises:
-        ConfigError: a flag is unknown or lacks its value.
-    """
+    """Return the flags before the script, each with value, spelling and words; and the script with its own."""
     given = []
     position = 0
     while position < len(argv) and argv[position].startswith("-") and argv[position] not in ("-", "--"):
@@ -286,11 +279,7 @@ def read_flags(argv: Sequence[str], command: str) -> tuple[list[tuple[Flag, Any,
 
 
 def parse_options(argv: Sequence[str], command: str) -> Options:
-    """Split a command line into our options, and the script with its own.
-
-    Raises:
-        ConfigError: a flag is unknown, lacks its value, contradicts another, or has a value in a wrong spelling.
-    """
+    """Split a command line into our options, and the script with its own."""
     given, rest = read_flags(argv, command)
     options = Options(rest=rest)
     entries: list[Entry] = []
@@ -299,19 +288,14 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
         if not (flag.name in _OWN and _OWN[flag.name]["is_for_schedulers"]):
             options.words += tuple(words)
         if flag.path == _PARALLELISM:
-            sizes[str(flag.key)] = Entry(flag.name, _parse_size(value), written, f"--{flag.name}")
+            size = int(value) if value.isdecimal() else value
+            sizes[str(flag.key)] = Entry(flag.name, size, written, f"--{flag.name}")
         elif flag.path == "fsdp" or _is_strategy_of_fsdp1(flag, value):
             entries.append(Entry(flag.name, value, written, f"--{flag.name}"))
         else:
             _apply(options, flag, value, written)
     layer = _fsdp_layer(entries)
     put_parallelism(sizes, layer)
-    _take_layer(options, layer)
-    return options
-
-
-def _take_layer(options: Options, layer: Layer) -> None:
-    """Add the options that accelerate's spellings stand for, where no flag of ours has set them."""
     if layer.problems:
         raise ConfigError("; ".join(layer.problems))
     for path, setting in layer.settings.items():
@@ -320,6 +304,7 @@ def _take_layer(options: Options, layer: Layer) -> None:
         options.flags.setdefault(path, schema.thaw(setting.value))
         _note_spelling(options, path, setting.source.where)
     options.notes = tuple(layer.notes)
+    return options
 
 
 def _read_flag(argv: Sequence[str], position: int, command: str) -> tuple[Flag, Any, int]:
@@ -341,10 +326,6 @@ def _is_strategy_of_fsdp1(flag: Flag, value: Any) -> bool:
     """Whether a value is the name of one of FSDP1's strategies, which stand for several options, and no switch."""
     is_switch = str(value).lower() in BOOLEAN_WORDS
     return flag.name == "fsdp_reshard_after_forward" and not is_switch and fsdp_dialect.strategy_name(value) is not None
-
-
-def _parse_size(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
 
 
 def _name(word: str) -> str:
@@ -369,14 +350,9 @@ def _find_flag(written: str, command: str) -> Flag:
 
 
 def _refuse_of_others(written: str, name: str) -> None:
-    for beginning, way_out in _REFUSED.items():
-        if name == beginning or beginning.endswith("_") and name.startswith(beginning):
-            raise ConfigError(f"{written} is an option of accelerate that is not offered: {way_out}")
-    if name.startswith(f"{_PARALLELISM}_") and name.removeprefix(f"{_PARALLELISM}_") in PARALLEL_DETAILS:
-        raise ConfigError(
-            f"{written} is an option of accelerate that is not offered: each way to share sequences has one backend, "
-            "which takes any length, and the attention that the model was loaded with; leave it out"
-        )
+    beginnings = (each for each in _REFUSED if name == each or each.endswith("_") and name.startswith(each))
+    if (beginning := next(beginnings, None)) is not None:
+        raise ConfigError(f"{written} is an option of accelerate that is not offered: {_REFUSED[beginning]}")
 
 
 def _apply(options: Options, flag: Flag, value: Any, written: str) -> None:
@@ -409,15 +385,8 @@ def _note_spelling(options: Options, path: str, written: str) -> None:
 
 def _block_value(flag: Flag, value: Any) -> Any:
     """Return a value of the DeepSpeed block with the type that it has in a file; the block's reader checks it."""
-    if flag.is_switch:
-        return _BOOLEANS.get(str(value).lower(), value)
-    if flag.key in ("zero_stage", "gradient_clipping"):
-        try:
-            return int(value) if flag.key == "zero_stage" else float(value)
-        except ValueError:
-            return value  # auto, or wrong
     is_path = flag.metavar == "FILE" and os.path.exists(value)
-    return os.path.abspath(value) if is_path else value
+    return os.path.abspath(value) if is_path else _typed(flag, value)
 
 
 def _own_value(path: str, name: str, value: Any) -> Any:

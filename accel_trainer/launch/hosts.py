@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_trainer.config import Resolved, SourceKind, field_specs
-from accel_trainer.config.deepspeed.block import LAUNCH_FIELDS
+from accel_trainer.config.deepspeed_block import LAUNCH_FIELDS
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, MissingExtraError, did_you_mean
 from accel_trainer.runtime.launchers import DEFAULT_PORT
@@ -88,19 +88,23 @@ def agent_options(resolved: Resolved) -> list[str]:
     return [path for path in _OF_THE_AGENT if resolved.value(path) != field_specs()[path].default]
 
 
-def plan_hosts(resolved: Resolved) -> HostJob | None:
-    """Return the job on the machines of a hostfile; None when there is none, and torch's agent starts the processes.
+def hostfile_of(resolved: Resolved) -> str:
+    """Return the path of the hostfile that a job is configured with, or nothing."""
+    return str(resolved.config.deepspeed.get("deepspeed_hostfile") or "")
 
-    Raises:
-        ConfigError: the hostfile, a filter or the number of processes do not go together.
-        MissingExtraError: DeepSpeed is not installed, or a program that starts the machines.
-    """
+
+def plan_hosts(resolved: Resolved) -> HostJob | None:
+    """Return the job on the machines of a hostfile; None when there is none, and torch's agent starts the processes."""
     if resolved.config.strategy != "deepspeed":
         return None
     launch = resolved.config.launch
     hostfile, include, exclude, launcher = (str(resolved.config.deepspeed.get(key) or "") for key in LAUNCH_FIELDS)
-    launcher = launcher.lower()
-    _check_launcher(resolved, launcher)
+    launcher, known = launcher.lower(), (_STANDARD, *_PROGRAMS)
+    if launcher and launcher not in known:
+        raise ConfigError(
+            f"deepspeed_multinode_launcher is {launcher!r} ({resolved.source('deepspeed').where})"
+            f"{did_you_mean(launcher, known) or '.'} Known: {', '.join(known)}"
+        )
     if not hostfile:
         _check_without_hostfile(resolved, launcher, is_filtered=bool(include or exclude))
         return None
@@ -114,15 +118,6 @@ def plan_hosts(resolved: Resolved) -> HostJob | None:
     )  # fmt: skip
     _check_programs(job)
     return job
-
-
-def _check_launcher(resolved: Resolved, launcher: str) -> None:
-    known = (_STANDARD, *_PROGRAMS)
-    if launcher and launcher not in known:
-        raise ConfigError(
-            f"deepspeed_multinode_launcher is {launcher!r} ({resolved.source('deepspeed').where})"
-            f"{did_you_mean(launcher, known) or '.'} Known: {', '.join(known)}"
-        )
 
 
 def _check_without_hostfile(resolved: Resolved, launcher: str, *, is_filtered: bool) -> None:
@@ -165,14 +160,12 @@ def _read_hostfile(path: Path) -> dict[str, tuple[int, ...]]:
         ) from error
     hosts: dict[str, tuple[int, ...]] = {}
     for number, line in enumerate(lines, start=1):
-        content = line.partition("#")[0].strip()
-        if not content:
-            continue
-        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", content)
-        if match is None or int(match[2]) == 0 or match[1] in hosts:
-            found = "names a machine again" if match is not None and match[1] in hosts else f"is {content!r}"
-            raise ConfigError(f"{path}:{number} {found}; expected `name slots=N`, each machine once")
-        hosts[match[1]] = tuple(range(int(match[2])))
+        if content := line.partition("#")[0].strip():
+            match = re.fullmatch(r"(\S+)\s+slots=(0*[1-9]\d*)", content)
+            if match is None or match[1] in hosts:
+                found = f"is {content!r}" if match is None else "names a machine again"
+                raise ConfigError(f"{path}:{number} {found}; expected `name slots=N`, each machine once")
+            hosts[match[1]] = tuple(range(int(match[2])))
     if not hosts:
         raise ConfigError(f"deepspeed_hostfile {str(path)!r} names no machine; write a line `name slots=N` for each")
     return hosts
@@ -257,11 +250,7 @@ def _check_programs(job: HostJob) -> None:
 
 
 def run_on_hosts(job: HostJob, command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run `command` on every slot of the job's machines, with the variables that they need; return the exit code.
-
-    Raises:
-        ConfigError: the launcher cannot run modules or programs.
-    """
+    """Run `command` on every slot of the job's machines, with the variables that they need; return the exit code."""
     with _environment_file(job, environ) as path:
         runner = subprocess.Popen(_runner_command(job, command), env={**environ, "DS_ENV_FILE": path}, process_group=0)
 

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from typing import Any
 
 from accel_trainer.config import LaunchConfig, Resolved, Source, SourceKind, read_file, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
@@ -73,35 +72,31 @@ def run_launch(words: Sequence[str]) -> int:
     description = "Run a script on one or several processes. Options of the script stand behind the script."
     if print_help(words, command, "[options] script.py [options of the script]", description):
         return 0
-    options = read_options(words, command, os.environ)
-    _print_notes(options, command)
+    options = _read_and_print_notes(words, command)
     if options.slurm or options.kubernetes:
         code: int = load_command("contrib.clusters.submission:run_scheduled")(options, words)
         return code
     if options.submit or options.image is not None:
         raise ConfigError("--submit and --image are for a job of --slurm or --kubernetes; add one of them")
-    if options.dry_run:
-        _print_job(plan_job(options, os.environ, words))
-        return 0
-    return run_job(plan_job(options, os.environ, words))
+    job = plan_job(options, os.environ, words)
+    if not options.dry_run:
+        return run_job(job)
+    _print_job(job)
+    return 0
 
 
 def run_test(words: Sequence[str]) -> int:
     """Launch the checks with the options of `launch`; return 0 where all hold, else the code of the first that failed.
 
     As many processes as are configured; else one for each device, and two where there is none.
-
-    Raises:
-        ConfigError: a script was given, or the job as configured cannot run.
     """
     command = "accel-trainer test"
     description = "Start a small job as configured, and check processes, collectives, loaders and training."
     if print_help(words, command, "[options as for launch]", description):
         return 0
-    options = read_options(words, command, os.environ)
+    options = _read_and_print_notes(words, command)
     if options.rest or options.module or options.no_python:
         raise ConfigError(f"{command} has a script of its own and takes none; to start yours: accel-trainer launch")
-    _print_notes(options, command)
     config = resolve_options(options, os.environ, find_outer_job(os.environ))[0].config
     is_open = config.launch.num_processes is None and config.strategy != "single"
     if is_open and not count_devices(config.use_cpu, config.launch.gpu_ids):
@@ -111,11 +106,7 @@ def run_test(words: Sequence[str]) -> int:
 
 
 def read_options(words: Sequence[str], command: str, environ: Mapping[str, str]) -> Options:
-    """Return a command line, taken apart, with the configuration file that is used by default; a note names that one.
-
-    Raises:
-        ConfigError: see `parse_options`.
-    """
+    """Return a command line, taken apart, with the configuration file used by default, which a note names."""
     options = parse_options(words, command)
     if options.config_file is None:
         path, note = find_default_config(environ)
@@ -124,42 +115,34 @@ def read_options(words: Sequence[str], command: str, environ: Mapping[str, str])
     return options
 
 
-def _print_notes(options: Options, command: str) -> None:
+def _read_and_print_notes(words: Sequence[str], command: str) -> Options:
+    options = read_options(words, command, os.environ)
     for note in options.notes:
         print(f"{command}: {note}", file=sys.stderr)
+    return options
 
 
 def resolve_options(options: Options, environ: Mapping[str, str], outer: OuterJob | None) -> tuple[Resolved, str]:
-    """Return the configuration, and the text of ACCEL_TRAINER_LAUNCH with which the workers come to the same one.
-
-    Raises:
-        ConfigError: everything that is wrong in the file, the environment and the flags.
-    """
+    """Return the configuration, and the text of ACCEL_TRAINER_LAUNCH with which the workers come to the same one."""
     file = options.config_file
     if file is not None and os.path.exists(file):
         file = os.path.abspath(file)
     variables = {name: value for name, value in environ.items() if name != LAUNCH_VARIABLE}
-    if outer is None:
-        resolved = resolve(flags=options.flags, flags_spelled=options.spelled, environ=variables, file=file)
-    else:
-        content = None if file is None else read_file(file)
-        resolved = resolve(
-            flags=options.flags,
-            flags_spelled=options.spelled,
-            environ=variables,
-            file=content,
-            surroundings=outer.layer(),
-        )
+    content = None if file is None else read_file(file)
+    resolved = resolve(
+        flags=options.flags,
+        flags_spelled=options.spelled,
+        environ=variables,
+        file=content,
+        surroundings=None if outer is None else outer.layer(),
+    )
+    if outer is not None:
         outer.check(resolved, content)
     return resolved, json.dumps({"config_file": file, "flags": options.flags, "spelled": options.spelled})
 
 
 def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] = ()) -> Job:
-    """Return the job that a command line asks for, checked; a message proposes a command made from `argv`.
-
-    Raises:
-        ConfigError: the job cannot run; the message names the option to change.
-    """
+    """Return the job that a command line asks for, checked; a message proposes a command made from `argv`."""
     command = find_command(options, environ)
     refuse_nesting(environ)
     outer = find_outer_job(environ)
@@ -168,8 +151,8 @@ def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] =
     is_rank = outer is not None and outer.rank is not None
     launch = resolved.config.launch
     needs_group = not is_rank and _needs_group(resolved, num_processes)
-    if needs_group or is_rank:
-        command = _unbuffered(command)
+    if (needs_group or is_rank) and command[0] == sys.executable:
+        command = (command[0], "-u", *command[1:])
     num_local = num_processes // launch.num_machines if hosts is None else hosts.num_local_processes
     interface = _interface(launch, hosts) if needs_group else None
     environment = worker_environment(environ, resolved, launch_text, num_local, interface)
@@ -185,10 +168,6 @@ def _interface(launch: LaunchConfig, hosts: HostJob | None) -> str | None:
     return find_interface(None if launch.num_machines == 1 else launch.main_process_ip)
 
 
-def _unbuffered(command: tuple[str, ...]) -> tuple[str, ...]:
-    return (command[0], "-u", *command[1:]) if command[0] == sys.executable else command
-
-
 def _needs_group(resolved: Resolved, num_processes: int) -> bool:
     """Whether torch's agent has to start the processes: several, one with a group, or one that it watches."""
     config = resolved.config
@@ -199,12 +178,14 @@ def _needs_group(resolved: Resolved, num_processes: int) -> bool:
 def check_job(
     resolved: Resolved, outer: OuterJob | None, options: Options, argv: Sequence[str] = ()
 ) -> tuple[HostJob | None, int]:
-    """Return the machines of a hostfile, if there is one, and the number of processes over all machines.
-
-    Raises:
-        ConfigError: the job cannot run; the message names the option to change.
-    """
-    _refuse_flags_without_effect(options, resolved)
+    """Return the machines of a hostfile, if there is one, and the number of processes over all machines."""
+    for section in ("fsdp", "deepspeed"):
+        given = [path for path in options.flags if path.partition(".")[0] == section]
+        if given and resolved.config.strategy in UNUSED_UNDER[section]:
+            names = ", ".join(resolved.source(path).where for path in given)
+            raise ConfigError(
+                f"{names}: without effect with {resolved.describe('strategy')}; add --use_{section}, or remove them"
+            )
     hosts = plan_hosts(resolved)
     if outer is not None:
         outer.check_starter(resolved, hosts)
@@ -217,17 +198,16 @@ def check_job(
 
 
 def option_rows(resolved: Resolved) -> list[tuple[str, str, Source]]:
-    """Return (dotted path, value, source) of every option for a person, those of the DeepSpeed configuration last."""
-    rows = [row for row in resolved.explain() if row[0] != "deepspeed"] + resolved.explain_block()
-    return [(path, _option_text(path, value), source) for path, value, source in rows]
+    """Return (dotted path, value, source) of every option for a person, those of the DeepSpeed configuration last.
 
-
-def _option_text(path: str, value: Any) -> str:
-    """Return the value of an option for a person; a key of a service, such as `deepspeed.comet.api_key`, is masked."""
-    name = path.rpartition(".")[2]
-    value = mask_secrets({name: value})[name]
-    # Long lists and mappings of a DeepSpeed block are shown in full.
-    return str(value) if isinstance(value, list | dict) else show_plain(value) or "''"
+    A key of a service, such as `deepspeed.comet.api_key`, is masked; long lists and mappings are shown in full.
+    """
+    rows = []
+    for path, value, source in [row for row in resolved.explain() if row[0] != "deepspeed"] + resolved.explain_block():
+        name = path.rpartition(".")[2]
+        value = mask_secrets({name: value})[name]
+        rows.append((path, str(value) if isinstance(value, list | dict) else show_plain(value) or "''", source))
+    return rows
 
 
 def _print_job(job: Job) -> None:
@@ -278,11 +258,7 @@ def run_job(job: Job) -> int:
 
 
 def find_command(options: Options, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the program that every process runs, with its arguments.
-
-    Raises:
-        ConfigError: there is no script, or it is not where it was looked for.
-    """
+    """Return the program that every process runs, with its arguments."""
     if not options.rest:
         raise ConfigError(
             "no script to launch; usage: accel-trainer launch [options] script.py [options of the script]"
@@ -323,16 +299,6 @@ def _check_module(name: str, environ: Mapping[str, str]) -> None:
         path = list(spec.submodule_search_locations or ())
 
 
-def _refuse_flags_without_effect(options: Options, resolved: Resolved) -> None:
-    for section in ("fsdp", "deepspeed"):
-        given = [path for path in options.flags if path.partition(".")[0] == section]
-        if given and resolved.config.strategy in UNUSED_UNDER[section]:
-            names = ", ".join(resolved.source(path).where for path in given)
-            raise ConfigError(
-                f"{names}: without effect with {resolved.describe('strategy')}; add --use_{section}, or remove them"
-            )
-
-
 def _num_processes(resolved: Resolved) -> int:
     """Return the number of processes over all machines: `num_processes`, else one for each device."""
     config = resolved.config
@@ -355,8 +321,11 @@ def _without_count(words: Sequence[str]) -> list[str]:
 
 def _check_strategy(resolved: Resolved, num_processes: int, options: Options, argv: Sequence[str]) -> None:
     strategy = resolved.config.strategy
-    counted = resolved.source("launch.num_processes").kind is not SourceKind.DEFAULT
-    source = resolved.source("launch.num_processes").where if counted else _device_count(resolved)
+    source = resolved.source("launch.num_processes").where
+    if not resolved.is_set("launch.num_processes"):
+        use_cpu = resolved.config.use_cpu
+        count = count_devices(use_cpu, resolved.config.launch.gpu_ids)
+        source = f"num_processes is not set, and {'--cpu leaves' if use_cpu else 'this machine has'} {count} device(s)"
     if strategy == "single" and num_processes > 1:
         raise ConfigError(
             f"{resolved.describe('strategy')} is one process, and {num_processes} were asked for ({source}); "
@@ -401,12 +370,6 @@ def _check_restarts(resolved: Resolved) -> None:
     if resolved.config.strategy not in _WITHOUT_GROUP:
         bound, _ = _process_bounds(resolved, launch.min_processes)
         check_fewest(resolved.config, describe, bound)
-
-
-def _device_count(resolved: Resolved) -> str:
-    config = resolved.config
-    count = count_devices(config.use_cpu, config.launch.gpu_ids)
-    return f"num_processes is not set, and {'--cpu leaves' if config.use_cpu else 'this machine has'} {count} device(s)"
 
 
 def _process_bounds(resolved: Resolved, num_processes: int) -> tuple[int, int | None]:
@@ -455,7 +418,5 @@ def worker_environment(
 def _interface_variables(launch: LaunchConfig, interface: str | None) -> dict[str, str]:
     if interface is None:
         return {}
-    variables = {"GLOO_SOCKET_IFNAME": interface}
-    if launch.num_machines > 1:
-        variables["NCCL_SOCKET_IFNAME"] = f"={interface}"  # else any whose name begins like that
-    return variables
+    nccl = {"NCCL_SOCKET_IFNAME": f"={interface}"}  # without =, any whose name begins like that
+    return {"GLOO_SOCKET_IFNAME": interface, **(nccl if launch.num_machines > 1 else {})}

@@ -49,11 +49,7 @@ def device_files() -> list[str]:
 
 
 def check_gpu_ids(resolved: Resolved, environ: Mapping[str, str]) -> None:
-    """Refuse GPUs that this machine does not have: processes that see none would train on the CPU.
-
-    Raises:
-        ConfigError: there is no GPU, or none of that number.
-    """
+    """Refuse GPUs that this machine does not have: processes that see none would train on the CPU."""
     ids = resolved.config.launch.gpu_ids
     if resolved.config.use_cpu or ids == "all":
         return
@@ -115,9 +111,6 @@ def set_tpu_variables(num_machines: int, num_local: int) -> None:
     """Have torch-tpu set the variables of a job in this process, where TPUs are torch's accelerator.
 
     Those that are set stay. No device is claimed: each chip is for the process that will run on it.
-
-    Raises:
-        ConfigError: torch-tpu finds no such job on these machines.
     """
     import torch
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import io
 import json
 import logging
 import multiprocessing
@@ -18,7 +17,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -55,21 +54,18 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Workers:
-    """The processes of this machine.
-
-    Attributes:
-        folder: for the value that the function returns, and for tracebacks.
-        prefix: template for what is put before each line that they write; None for nothing.
-    """
+    """The processes of this machine."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
     num_processes: int
     launch: LaunchConfig
     folder: Path
+    """For the value that the function returns, and for tracebacks."""
     prefix: str | None
+    """Template for what is put before each line that they write; None for nothing."""
 
 
 def notebook_launcher(
@@ -117,7 +113,8 @@ def notebook_launcher(
         ProcessGroupError: a worker failed; the message has its rank and its traceback.
     """
     refuse_nesting(os.environ)
-    outer = {name: value for name, value in os.environ.items() if name != LAUNCH_VARIABLE}
+    outer = dict(os.environ)
+    outer.pop(LAUNCH_VARIABLE, None)
     if num_processes is None:
         num_processes = _default_processes(use_cpu, outer)
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)
@@ -129,17 +126,14 @@ def notebook_launcher(
         main_process_ip=None if is_static and num_nodes == 1 else address,
         main_process_port=port,
         rdzv_backend=rdzv_backend,
-        rdzv_conf=_settings_text(rdzv_conf, rdzv_id, is_static=is_static),
+        rdzv_conf=_settings_text(rdzv_conf, "none" if is_static else rdzv_id),
         max_restarts=max_restarts,
         monitor_interval_seconds=monitor_interval,
         tee="3" if log_line_prefix_template else "0",
     )
     # None stands for an option that is not given.
-    flags = {
-        "launch.num_processes": num_processes * num_nodes,
-        "mixed_precision": mixed_precision,
-        "use_cpu": use_cpu or None,
-    }
+    flags = {"launch.num_processes": num_processes * num_nodes, "mixed_precision": mixed_precision}
+    flags["use_cpu"] = use_cpu or None
     numbers = {path: getattr(launch, path.removeprefix("launch.")) for path in _NUMBERS}
     resolved = resolve(
         explicit={**flags, **numbers}, environ=outer, explicit_name="notebook_launcher", explicit_keywords=_NUMBERS
@@ -155,27 +149,14 @@ def notebook_launcher(
     with worker_variables(environment), tempfile.TemporaryDirectory(prefix="accel_trainer_") as folder:
         if not resolved.config.use_cpu:
             set_tpu_variables(num_nodes, num_processes)
-        workers = _Workers(
-            function=function,
-            args=args,
-            num_processes=num_processes,
-            launch=launch,
-            folder=Path(folder),
-            prefix=log_line_prefix_template,
-        )
-        _run(workers)
-        return _returned_value(workers.folder)
+        _run(_Workers(function, args, num_processes, launch, Path(folder), log_line_prefix_template))
+        return _returned_value(Path(folder))
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
     """Call `function(*args)` in several processes on the CPU of this machine: to try out code for many ranks.
 
-    Returns:
-        The value of rank 0, as `notebook_launcher` returns it.
-
-    Raises:
-        ConfigError: this process has an Accelerator or a process group already.
-        ProcessGroupError: a worker failed; the message has its rank and its traceback.
+    Value and errors are those of `notebook_launcher`.
     """
     return notebook_launcher(function, args, num_processes, use_cpu=True)
 
@@ -189,11 +170,9 @@ def _check_numbers(num_processes: int, num_nodes: int, node_rank: int) -> None:
         )
 
 
-def _settings_text(conf: Mapping[str, Any] | None, run_id: str, *, is_static: bool) -> str:
+def _settings_text(conf: Mapping[str, Any] | None, run_id: str) -> str:
     """Return settings of the rendezvous as `rdzv_conf` has them; "none" is accelerate's default for no run id."""
-    settings = dict(conf or {})
-    if not is_static and run_id != "none":
-        settings["rdzv_id"] = run_id
+    settings = {**(conf or {}), **({} if run_id == "none" else {"rdzv_id": run_id})}
     return ",".join(f"{key}={value}" for key, value in settings.items())
 
 
@@ -228,42 +207,34 @@ def _check_can_fork(num_processes: int, use_cpu: bool) -> None:
         raise ConfigError(
             f"{sys.platform} cannot fork processes; write a script and start it with `accel-trainer launch`"
         )
-    if use_cpu:
-        return
+    if not use_cpu:
+        _check_devices(num_processes)
+
+
+def _check_devices(num_processes: int) -> None:
+    """Refuse more processes than devices, and a process that has claimed them: its forks would find none."""
     if torch.cuda.is_initialized():
         raise ConfigError(
             "this process has used a GPU, and workers forked from it could not; restart the notebook, and use GPUs "
             "within the launched function only (models, tensors on a device, torch.cuda calls)"
         )
-    if count := count_tpus():
-        _check_tpus(num_processes, count)
-        return
-    count = torch.cuda.device_count()  # touches none, so that workers can still be forked
+    num_tpus = count_tpus()
+    count = num_tpus or torch.cuda.device_count()  # touches none, so that workers can still be forked
     if count and num_processes > count:
         raise ConfigError(
-            f"num_processes={num_processes} on this machine, which has {count} GPU(s); start at most {count}, or pass "
-            "use_cpu=True to run them on the CPU"
+            f"num_processes={num_processes} on this machine, which has {count} {'TPU device' if num_tpus else 'GPU'}(s)"
+            f"; start at most {count}, or pass use_cpu=True to run them on the CPU"
+        )
+    if num_tpus and torch.get_device_module("tpu").is_initialized():
+        raise ConfigError(
+            "this process has used a TPU, which it keeps, and workers forked from it could not; restart the notebook, "
+            "and use TPUs within the launched function only"
         )
     if not count and torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         raise ConfigError(
             f"num_processes={num_processes}: workers on {kind} cannot be forked; start one process, pass use_cpu=True, "
             "or write a script and start it with `accel-trainer launch`"
-        )
-
-
-def _check_tpus(num_processes: int, count: int) -> None:
-    """Refuse more processes than chips, and a process that has claimed them: its forks would find none."""
-    if num_processes > count:
-        raise ConfigError(
-            f"num_processes={num_processes} on this machine, which has {count} TPU device(s); start at most {count}, "
-            "or pass use_cpu=True to run them on the CPU"
-        )
-    device_module = torch.get_device_module("tpu")
-    if device_module.is_initialized():
-        raise ConfigError(
-            "this process has used a TPU, which it keeps, and workers forked from it could not; restart the notebook, "
-            "and use TPUs within the launched function only"
         )
 
 
@@ -302,12 +273,14 @@ def _run(workers: _Workers) -> None:
         raise ProcessGroupError(
             f"rank {first.stem} of {world_size} failed, which ended the job. In that process:\n\n{first.read_text()}"
         )
-    rank, failure = next(iter(result.failures.items()), (None, None))
-    if failure is None:
+    if not result.failures:
         raise ProcessGroupError(f"a rank of another machine failed, which ended this job of {world_size}; look there")
+    rank, failure = next(iter(result.failures.items()))
+    code = failure.exitcode
+    killed = "; out of memory, maybe" if -code == signal.SIGKILL else ""
+    how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}{killed}"
     raise ProcessGroupError(
-        f"rank {rank} of {world_size} ended outside of the function, {_how(failure.exitcode)}, which ended the job. "
-        f"{' '.join(causes)}"
+        f"rank {rank} of {world_size} ended outside of the function, {how}, which ended the job. {' '.join(causes)}"
     )
 
 
@@ -334,19 +307,17 @@ def _run_agent(workers: _Workers) -> tuple[RunResult, list[str]]:
         return result, [str(record.exc_info[1]) for record in logged if record.exc_info and record.exc_info[1]]
 
 
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"with exit code {code}"
-    killed = "; out of memory, maybe" if -code == signal.SIGKILL else ""
-    return f"by {signal.Signals(-code).name}{killed}"
-
-
 def _work(workers: _Workers) -> None:
     """Call the function in a worker, leave the job, and write the traceback of an error to their folder."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # a kernel that is killed leaves no workers
-    with _whole_lines():
-        _call(workers)
+    whole: Any = [_WholeLines(stream) for stream in (sys.stdout, sys.stderr)]
+    with contextlib.redirect_stdout(whole[0]), contextlib.redirect_stderr(whole[1]):
+        try:
+            _call(workers)
+        finally:
+            for stream in whole:
+                stream.flush()
 
 
 def _call(workers: _Workers) -> None:
@@ -372,31 +343,16 @@ def _call(workers: _Workers) -> None:
         raise SystemExit(1) from None
 
 
-class _WholeLines(io.TextIOBase):
+class _WholeLines:
     """A stream that hands on whole lines, which do not mix with those of other ranks, and the rest at a `flush`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._text = ""
 
-    @property
-    def buffer(self) -> Any:
-        """The stream's own, for bytes."""
-        return self._stream.buffer
-
-    @property
-    def encoding(self) -> Any:  # type: ignore[override]
-        """The stream's own."""
-        return self._stream.encoding
-
-    @property
-    def errors(self) -> Any:  # type: ignore[override]
-        """The stream's own."""
-        return self._stream.errors
-
-    def reconfigure(self, **options: Any) -> None:
-        """Change the stream's own encoding, errors or newlines."""
-        self._stream.reconfigure(**options)
+    def __getattr__(self, name: str) -> Any:
+        """Return the stream's own attribute: its encoding, its file, whether it is a terminal."""
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         """Keep text up to its last line, and hand on those before."""
@@ -406,6 +362,10 @@ class _WholeLines(io.TextIOBase):
             self._hand_on(lines + newline)
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write texts one behind the other."""
+        self.write("".join(lines))
+
     def flush(self) -> None:
         """Hand on everything."""
         text, self._text = self._text, ""
@@ -414,26 +374,6 @@ class _WholeLines(io.TextIOBase):
     def _hand_on(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
-
-    def isatty(self) -> bool:
-        """Return whether this goes to a terminal."""
-        return bool(self._stream.isatty())
-
-    def fileno(self) -> int:
-        """Return the file descriptor behind this."""
-        return int(self._stream.fileno())
-
-
-@contextlib.contextmanager
-def _whole_lines() -> Iterator[None]:
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(_WholeLines, streams)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        sys.stdout, sys.stderr = streams
 
 
 def _keep_value(value: Any, folder: Path) -> None:

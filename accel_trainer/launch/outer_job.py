@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_trainer.config import Resolved
+from accel_trainer.config.document import Entry
 from accel_trainer.config.files import FileConfig
 from accel_trainer.config.layer import Layer, SourceKind
-from accel_trainer.config.readers.document import Entry
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.hosts import HostJob, agent_options
 from accel_trainer.runtime.cores import usable_cores
@@ -74,11 +74,7 @@ class OuterJob:
         return layer
 
     def check(self, resolved: Resolved, file: FileConfig | None) -> None:
-        """Refuse a configuration that is for another job.
-
-        Raises:
-            ConfigError: the file or a flag has another number of machines or processes, or a flag another machine.
-        """
+        """Refuse a configuration that is for another job."""
         for name, value in self._fields():
             path = f"launch.{name}"
             settings = {} if file is None or name not in _COUNTS else file.settings
@@ -94,11 +90,7 @@ class OuterJob:
                     )
 
     def check_starter(self, resolved: Resolved, hosts: HostJob | None) -> None:
-        """Refuse what only the process can do that starts the ranks, where a scheduler starts them.
-
-        Raises:
-            ConfigError: there is a hostfile, or an option of torch's agent in a rank.
-        """
+        """Refuse what only the process can do that starts the ranks, where a scheduler starts them."""
         by = ", ".join(self.variables)
         if hosts is not None:
             raise ConfigError(
@@ -134,10 +126,6 @@ def find_outer_job(environ: Mapping[str, str]) -> OuterJob | None:
 
     Known are torchrun's own `PET_` variables (Kubeflow's PyTorchJob and TrainJob), RANK and WORLD_SIZE of machines
     (PyTorchJob) or of ranks (Ray Train), tasks of an srun step, and processes of an MPI.
-
-    Raises:
-        ConfigError: the number of machines is open, or is no number.
-        ProcessGroupError: the variables are incomplete or contradict each other.
     """
     if "TORCHELASTIC_RUN_ID" in environ:
         return None  # torchrun's rank: refused, unless it is the only one

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
@@ -41,11 +42,7 @@ _LOST_SECONDS = 12.0
 
 
 def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
-    """Return the rendezvous, which brings the machines of a job together.
-
-    Raises:
-        ConfigError: the settings contradict each other, or torch does not know the rendezvous.
-    """
+    """Return the rendezvous, which brings the machines of a job together."""
     settings = parse_settings(launch.rdzv_conf)
     is_alone = launch.num_machines == 1
     port = launch.main_process_port or (0 if is_alone else DEFAULT_PORT)
@@ -91,11 +88,7 @@ def hosts_store(launch: LaunchConfig) -> bool:
 
 
 def parse_settings(text: str) -> dict[str, str]:
-    """Return `key=value,key=value` as a dict.
-
-    Raises:
-        ConfigError: an entry has no `=`.
-    """
+    """Return `key=value,key=value` as a dict."""
     settings = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = entry.partition("=")
@@ -105,7 +98,7 @@ def parse_settings(text: str) -> dict[str, str]:
     return settings
 
 
-class BoundRendezvous(RendezvousHandler):
+class BoundRendezvous(StaticTCPRendezvous):
     """A fixed set of machines that meet at a store on machine 0, which the workers use for their process group too.
 
     The store listens on one address and one port, and nowhere else. torch's own rendezvous listens on every interface
@@ -128,25 +121,12 @@ class BoundRendezvous(RendezvousHandler):
                 f"rdzv_conf has {', '.join(map(repr, unknown))}, which the static rendezvous does not know; it knows "
                 "'bind_address' and 'timeout'"
             )
-        if not settings.get("timeout", "1").isdecimal():
-            raise ConfigError(f"rdzv_conf has timeout={settings['timeout']!r}; expected a whole number of seconds")
-        self.address = address
-        self.machine_rank = machine_rank
-        self.num_machines = num_machines
-        self._port = port
+        timeout = settings.get("timeout", str(_START_UP_SECONDS))
+        if not timeout.isdecimal():
+            raise ConfigError(f"rdzv_conf has timeout={timeout!r}; expected a whole number of seconds")
+        super().__init__(address, port, machine_rank, num_machines, "accel_trainer", int(timeout))
         self._bind_address = settings.get("bind_address", address)
-        self._timeout = timedelta(seconds=int(settings.get("timeout", _START_UP_SECONDS)))
         self._bound_port = port
-        self._store: TCPStore | None = None
-
-    @property
-    def use_agent_store(self) -> bool:
-        """The workers join the store of this process instead of opening one more."""
-        return True
-
-    def get_backend(self) -> str:
-        """Return the name of this kind of rendezvous."""
-        return "static"
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open the store on machine 0, or reach it; a new store for every start of the workers, with no old keys.
@@ -156,101 +136,94 @@ class BoundRendezvous(RendezvousHandler):
             ProcessGroupError: machine 0 cannot be reached, or another machine has not come in time.
         """
         self._store = None
-        if self.machine_rank == 0:
-            listener = _listen(self._bind_address, self._port)
-            port = listener.getsockname()[1]
+        if self.rank == 0:
+            listener = _listen(self._bind_address, self.master_port)
+            self._bound_port = listener.getsockname()[1]
             self._store = TCPStore(
-                self.address,
-                port,
+                self.master_addr,
+                self._bound_port,
                 is_master=True,
-                timeout=self._timeout,
+                timeout=self.timeout,
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
             )
         else:
-            port = self._port
             self._store = self._reach()
-        self._bound_port = port
-        if self.num_machines > 1:
+        if self.world_size > 1:
             self._wait_for_all(self._store)
-        store_info = RendezvousStoreInfo(self.address, port)
-        return RendezvousInfo(PrefixStore("agents", self._store), self.machine_rank, self.num_machines, store_info)
+        store_info = RendezvousStoreInfo(self.master_addr, self._bound_port)
+        return RendezvousInfo(PrefixStore("agents", self._store), self.rank, self.world_size, store_info)
 
     def connect(self) -> Store:
         """Return one more connection to the store, for a thread that must not wait behind others."""
-        store = TCPStore(self.address, self._bound_port, is_master=False, timeout=timedelta(seconds=_LOST_SECONDS))
+        store = TCPStore(self.master_addr, self._bound_port, is_master=False, timeout=timedelta(seconds=_LOST_SECONDS))
         return PrefixStore("launchers", store)
 
     def _reach(self) -> TCPStore:
         """Return a connection to the store on machine 0, which may not be there yet."""
-        place = f"{bracket_ipv6(self.address)}:{self._port}"
         problem: OSError | RuntimeError | None = None
 
         def is_there() -> bool:
             nonlocal problem
             try:
-                socket.create_connection((self.address, self._port), timeout=_NOTICE_SECONDS / 2).close()
+                socket.create_connection((self.master_addr, self.master_port), timeout=_NOTICE_SECONDS / 2).close()
             except OSError as error:
                 problem = error
                 return False
             return True
 
         def whom() -> str:
+            place = f"{bracket_ipv6(self.master_addr)}:{self.master_port}"
             return f"machine 0 at {place}; start it there, or correct --main_process_ip"
 
         try:
-            if _wait(is_there, f"machine {self.machine_rank}", whom, self._timeout):
-                return TCPStore(self.address, self._port, is_master=False, timeout=self._timeout)
+            if self._wait(is_there, whom):
+                return TCPStore(self.master_addr, self.master_port, is_master=False, timeout=self.timeout)
         except RuntimeError as error:  # something else listens there
             problem = error
         raise ProcessGroupError(
-            f"machine 0 was not reached at {self.address} port {self._port} within "
-            f"{self._timeout.total_seconds():g} s; check main_process_ip and main_process_port, the firewall, and that "
+            f"machine 0 was not reached at {self.master_addr} port {self.master_port} within "
+            f"{self.timeout.total_seconds():g} s; check main_process_ip and main_process_port, the firewall, and that "
             f"the job was started on machine 0: {problem}"
         ) from problem
 
     def _wait_for_all(self, store: TCPStore) -> None:
-        keys = {machine: f"joined/{machine}" for machine in range(self.num_machines)}
+        keys = {machine: f"joined/{machine}" for machine in range(self.world_size)}
 
         def missing() -> str:
             numbers = [str(machine) for machine, key in keys.items() if not store.check([key])]
             return f"machine{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
+        def whom() -> str:
+            return f"{missing()}; start the job there, with --machine_rank and the same --main_process_ip"
+
         try:
-            store.set(keys[self.machine_rank], "1")
-            all_are_there = _wait(
-                lambda: store.check(list(keys.values())),
-                f"machine {self.machine_rank}",
-                lambda: f"{missing()}; start the job there, with --machine_rank and the same --main_process_ip",
-                self._timeout,
-            )
-            problem = "" if all_are_there else missing()
+            store.set(keys[self.rank], "1")
+            problem = "" if self._wait(lambda: store.check(list(keys.values())), whom) else missing()
         except RuntimeError as error:
             raise ProcessGroupError(
-                f"machine 0 at {self.address} port {self._bound_port} has ended before all "
-                f"{self.num_machines} machines had come; look there, and start the job again on every machine: {error}"
+                f"machine 0 at {self.master_addr} port {self._bound_port} has ended before all {self.world_size} "
+                f"machines had come; look there, and start the job again on every machine: {error}"
             ) from error
         if problem:
             raise ProcessGroupError(
-                f"{problem} of {self.num_machines} did not come to {self.address} port {self._bound_port} within "
-                f"{self._timeout.total_seconds():g} s; start the job there, check its --main_process_ip and "
+                f"{problem} of {self.world_size} did not come to {self.master_addr} port {self._bound_port} within "
+                f"{self.timeout.total_seconds():g} s; start the job there, check its --main_process_ip and "
                 "--machine_rank and the firewall, or give it more time with --rdzv_conf timeout=SECONDS"
             )
 
-    def is_closed(self) -> bool:
-        """A fixed set of machines is never closed."""
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to do: see `is_closed`."""
-
-    def num_nodes_waiting(self) -> int:
-        """No machine can join a fixed set."""
-        return 0
-
-    def get_run_id(self) -> str:
-        """Return the name of the job; two jobs differ by their port."""
-        return "accel_trainer"
+    def _wait(self, is_there: Callable[[], bool], whom: Callable[[], str]) -> bool:
+        """Wait until somebody is there, and say every 10 s for whom; return False when the time is over."""
+        start, said = time.monotonic(), 0
+        while not is_there():
+            waited = time.monotonic() - start
+            if waited > self.timeout.total_seconds():
+                return False
+            if waited - said >= _NOTICE_SECONDS:
+                said += _NOTICE_SECONDS
+                write_stderr(f"accel-trainer launch: machine {self.rank} has waited {said} s for {whom()}")
+            time.sleep(_POLL_SECONDS)
+        return True
 
     def shutdown(self) -> bool:
         """Close the store."""
@@ -258,44 +231,22 @@ class BoundRendezvous(RendezvousHandler):
         return True
 
 
-def _wait(is_there: Callable[[], bool], who: str, whom: Callable[[], str], timeout: timedelta) -> bool:
-    """Wait until somebody is there, and say every 10 s for whom; return False when the time is over."""
-    start = time.monotonic()
-    said = 0
-    while not is_there():
-        waited = time.monotonic() - start
-        if waited > timeout.total_seconds():
-            return False
-        if waited - said >= _NOTICE_SECONDS:
-            said += _NOTICE_SECONDS
-            write_stderr(f"accel-trainer launch: {who} has waited {said} s for {whom()}")
-        time.sleep(_POLL_SECONDS)
-    return True
-
-
 def _listen(address: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((address, port), family=family, backlog=2048)
     except socket.gaierror as error:
-        raise ConfigError(
-            f"main_process_ip {address!r} cannot be resolved: {error}; give the address of machine 0"
-        ) from error
+        message = f"main_process_ip {address!r} cannot be resolved: {error}; give the address of machine 0"
+        raise ConfigError(message) from error
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} on {address} is in use by another process; choose another main_process_port, "
-                "or leave it out on one machine for a free one"
-            ) from error
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(
-                f"main_process_ip {address} is not an address of this machine, which is machine 0; give the address "
-                "by which the others reach it, correct machine_rank, or, behind address translation, listen on every "
-                "interface with --rdzv_conf bind_address=0.0.0.0"
-            ) from error
-        raise ConfigError(
-            f"cannot listen on {address} port {port}: {error}; choose another main_process_port"
-        ) from error
+        message = {
+            errno.EADDRINUSE: f"port {port} on {address} is in use by another process; choose another "
+            "main_process_port, or leave it out on one machine for a free one",
+            errno.EADDRNOTAVAIL: f"main_process_ip {address} is not an address of this machine, which is machine 0; "
+            "give the address by which the others reach it, correct machine_rank, or, behind address translation, "
+            "listen on every interface with --rdzv_conf bind_address=0.0.0.0",
+        }.get(error.errno or 0, f"cannot listen on {address} port {port}: {error}; choose another main_process_port")
+        raise ConfigError(message) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +278,8 @@ class Launchers:
         self._host = machine_rank if hosts_store else 0
         self._others = [machine for machine in range(num_machines) if machine != machine_rank]
         self._failure: MachineFailure | None = None
-        now = time.monotonic()
-        self._answered = now
-        self._beats = dict.fromkeys(self._others, (0, now))
+        self._answered = time.monotonic()
+        self._beats = dict.fromkeys(self._others, (0, self._answered))
         self._all_are_done = False
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -381,8 +331,7 @@ class Launchers:
             left = [machine for machine in self._others if not self._store.check([f"left/{machine}"])]
             if not left:
                 return
-            silent = [machine for machine in left if self._is_silent(machine)]
-            if silent == left:
+            if all(map(self._is_silent, left)):
                 break
             time.sleep(_POLL_SECONDS)
         for machine in left:
@@ -409,12 +358,13 @@ class Launchers:
             self._failure = _read(self._store.get("failure"))
         machines = [self.machine, *self._others]
         self._all_are_done = self._store.check([f"done/{machine}" for machine in machines])
-        if not self._hosts_store:
-            self._find_host()
-            if self._failure is not None or self._all_are_done:
-                self._store.set(f"left/{self.machine}", "1")
-        else:
+        if self._hosts_store:
             self._look_for_lost()
+            return
+        if self._store.check(["host"]):
+            self._host = int(self._store.get("host"))
+        if self._failure is not None or self._all_are_done:
+            self._store.set(f"left/{self.machine}", "1")
 
     def _look_for_lost(self) -> None:
         """Read how far the others have counted, where the store is, and publish that one of them does not."""
@@ -424,10 +374,6 @@ class Launchers:
                 self._beats[machine] = (count, time.monotonic())
             elif self._failure is None and self._is_silent(machine) and not self._store.check([f"left/{machine}"]):
                 self._publish(_lost(machine))
-
-    def _find_host(self) -> None:
-        if self._store.check(["host"]):
-            self._host = int(self._store.get("host"))
 
     def _is_silent(self, machine: int) -> bool:
         return time.monotonic() - self._beats[machine][1] > _LOST_SECONDS

@@ -6,12 +6,14 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from accel_trainer.config import read_file
 from accel_trainer.errors import ConfigError
+from accel_trainer.launch.cli import add_option, command_parser
 from accel_trainer.launch.config_file import default_config_path, find_default_config
 from accel_trainer.launch.flags import print_help
 from accel_trainer.launch.job import check_job, option_rows, read_options, resolve_options
@@ -20,24 +22,11 @@ from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
 from accel_trainer.tracking import mask_secrets, redact
 
 _PACKAGES = ("torch", "numpy", "transformers", "datasets", "evaluate", "safetensors", "huggingface_hub", "deepspeed")
-_REPORTED_PREFIXES = (
-    "ACCEL_TRAINER_",
-    "ACCELERATE_",
-    "FSDP_",
-    "NCCL_",
-    "GLOO_",
-    "OMP_",
-    "CUDA_VISIBLE_DEVICES",
-    "MASTER_",
-)
+_REPORTED = re.compile(r"(ACCEL_TRAINER|ACCELERATE|FSDP|NCCL|GLOO|OMP|MASTER)_|CUDA_VISIBLE_DEVICES")
 
 
 def run_explain(words: Sequence[str]) -> int:
-    """Print a table of every option, its value and where it came from, and the remarks of the files that were read.
-
-    Raises:
-        ConfigError: `launch` would not start this job; the same error, behind the table unless a source is wrong.
-    """
+    """Print a table of every option, its value and where it came from, and the remarks of the files that were read."""
     command = "accel-trainer explain"
     description = "Print every option, its value and where the value came from. A script is ignored."
     if print_help(words, command, "[options as for launch]", description):
@@ -60,25 +49,18 @@ def run_explain(words: Sequence[str]) -> int:
 def run_env(words: Sequence[str]) -> int:
     """Print versions, devices, variables and the configuration file, as a block to paste into a bug report."""
     arguments = env_parser().parse_args(words)
-    file = arguments.config_file
     lines = [f"- {name}: {value}" for name, value in environment_facts(asks_torch=arguments.devices)]
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED_PREFIXES)}
+    variables = {name: value for name, value in sorted(os.environ.items()) if _REPORTED.match(name)}
     lines += [f"- {name}: {value}" for name, value in mask_secrets(variables).items()]
-    lines.append(_config_lines(file))
+    lines.append(_config_lines(arguments.config_file))
     print("\n".join(["Copy this into the bug report:", "", *lines]))
     return 0
 
 
 def env_parser() -> argparse.ArgumentParser:
     """Return the parser of `accel-trainer env`."""
-    parser = argparse.ArgumentParser(
-        "accel-trainer env",
-        description="Print versions, devices and configuration for a bug report.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="the file to report instead of the default one"
-    )
+    parser = command_parser("env", "Print versions, devices and configuration for a bug report.")
+    add_option(parser, "config_file", metavar="FILE", help="the file to report instead of the default one")
     parser.add_argument("--devices", action="store_true", help="import torch, and ask it for the devices: some seconds")
     return parser
 

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -32,13 +31,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError, HangError
 from accel_trainer.launch.machine import set_tpu_variables
-from accel_trainer.launch.rendezvous import (
-    BoundRendezvous,
-    Launchers,
-    MachineFailure,
-    build_rendezvous,
-    hosts_store,
-)
+from accel_trainer.launch.rendezvous import BoundRendezvous, Launchers, MachineFailure, build_rendezvous, hosts_store
 from accel_trainer.logging import write_stderr
 from accel_trainer.runtime.torch_private import end_restarts, remaining_restarts
 
@@ -256,13 +249,12 @@ class _Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         if self._launchers is not None:
             self._launchers.stop()
-        handler, machine, num_machines = (
-            worker_group.spec.rdzv_handler, worker_group.group_rank, worker_group.group_world_size
-        )  # fmt: skip
+        machine, num_machines = worker_group.group_rank, worker_group.group_world_size
         if num_machines == 1:
             return
-        if isinstance(handler, BoundRendezvous):
-            self._launchers = Launchers(handler.connect(), machine, num_machines, hosts_store=machine == 0)
+        if isinstance(worker_group.spec.rdzv_handler, BoundRendezvous):
+            store = worker_group.spec.rdzv_handler.connect()
+            self._launchers = Launchers(store, machine, num_machines, hosts_store=machine == 0)
         elif self._job.launch.rdzv_backend == "c10d":
             store = PrefixStore("launchers", worker_group.store.clone())
             self._launchers = Launchers(store, machine, num_machines, hosts_store=hosts_store(self._job.launch))
@@ -274,7 +266,10 @@ class _Agent(LocalElasticAgent):
             self._let_end(self._grace)  # torch would end the others at once
         by_themselves = list(self.exits)  # torch ends the others as soon as it has seen one fail
         if any(exit_.code == HangError.exit_code for exit_ in self.exits):
-            self._end_hung()
+            # Workers that do not end with those that found the job hung are killed; torch would wait for 30 s.
+            self._let_end(_HUNG_GRACE_SECONDS)
+            self._stuck = list(self._running())
+            self._send(signal.SIGKILL)
         looked_at = time.monotonic()
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
@@ -327,7 +322,7 @@ class _Agent(LocalElasticAgent):
     def failure_elsewhere(self) -> MachineFailure | None:
         """Return the job's first failure where another machine had it."""
         failure = self._launchers.failure if self._launchers else None
-        return failure if self._launchers and failure and failure.machine != self._launchers.machine else None
+        return failure if failure and self._launchers and failure.machine != self._launchers.machine else None
 
     def wait_for_failure_elsewhere(self) -> MachineFailure | None:
         """Return the failure of another machine as soon as the heartbeat has found it; None where there is none."""
@@ -359,20 +354,16 @@ class _Agent(LocalElasticAgent):
         # On another thread than the main one, torch leaves signals alone. Its handlers raise as soon as there is the
         # first worker, and a signal that comes before the pids are known here could be passed on to nobody.
         with _signals_held_back(), ThreadPoolExecutor(1) as thread:
-            pids = self._watch_workers(thread.submit(super()._start_workers, worker_group).result(), worker_group)
-        return pids
-
-    def _watch_workers(self, pids: dict[int, Any], worker_group: Any) -> dict[int, Any]:
-        """Watch the workers that have been started; return their pids by local rank."""
-        self._pids = {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
-        self._guard(" ".join(f"-{pid}" for pid in self._pids.values()))
-        if self._job.launch.enable_cpu_affinity and not _uses_accelerator(self._job):
-            _bind_to_cores(pids)
-        self._watchers = [
-            threading.Thread(target=self._watch, args=(rank, pid), daemon=True) for rank, pid in self._pids.items()
-        ]
-        for watcher in self._watchers:
-            watcher.start()
+            pids: dict[int, Any] = thread.submit(super()._start_workers, worker_group).result()
+            self._pids = {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
+            self._guard(" ".join(f"-{pid}" for pid in self._pids.values()))
+            if self._job.launch.enable_cpu_affinity and not _uses_accelerator(self._job):
+                _bind_to_cores(pids)
+            self._watchers = [
+                threading.Thread(target=self._watch, args=each, daemon=True) for each in self._pids.items()
+            ]
+            for watcher in self._watchers:
+                watcher.start()
         return pids
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
@@ -380,28 +371,17 @@ class _Agent(LocalElasticAgent):
         number = args[0] if args else kwargs.get("death_sig")
         if number is not None:
             try:
-                self._pass_on(number)
+                write_stderr(
+                    f"accel-trainer launch: {number.name} passed on to the workers, which have {self._grace} s to end; "
+                    "another signal ends them at once"
+                )
+                self._send(number)
+                self._let_end(self._grace)
             finally:
                 self._send(signal.SIGKILL)
                 # The agent reaps them next, and a worker that is reaped before its watcher wakes up has no code.
                 self._let_end(10 * _WATCH_SECONDS)
         super()._shutdown(*args, **kwargs)
-
-    def _pass_on(self, number: signal.Signals) -> None:
-        """Send the workers a signal, and wait until they have saved and ended by themselves."""
-        write_stderr(
-            f"accel-trainer launch: {number.name} passed on to the workers, which have {self._grace} s to end; "
-            "another signal ends them at once"
-        )
-        self._send(number)
-        self._let_end(self._grace)
-
-    def _end_hung(self) -> None:
-        """Kill the workers that do not end with those that found the job hung; torch would wait for 30 s."""
-        self._let_end(_HUNG_GRACE_SECONDS)
-        ended = {exit_.pid for exit_ in self.exits}
-        self._stuck = [rank for rank, pid in self._pids.items() if pid not in ended]
-        self._send(signal.SIGKILL)
 
     def _let_end(self, seconds: float) -> None:
         """Wait until all workers have ended, and their codes are noted, but no longer than so many seconds in all."""
@@ -411,11 +391,14 @@ class _Agent(LocalElasticAgent):
 
     def _send(self, number: signal.Signals) -> None:
         """Send a signal to the workers that still run. Each leads a process group of the processes it started."""
+        for pid in self._running().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, number)
+
+    def _running(self) -> dict[int, int]:
+        """Return the pids of the workers whose end nobody has seen, by rank."""
         ended = {exit_.pid for exit_ in self.exits}
-        for pid in self._pids.values():
-            if pid not in ended:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, number)
+        return {rank: pid for rank, pid in self._pids.items() if pid not in ended}
 
     def _watch(self, rank: int, pid: int) -> None:
         """Wait for one worker without reaping it; the agent still sees its end by itself."""
@@ -507,6 +490,7 @@ def _bind_to_cores(pids: Mapping[int, int]) -> None:
 @contextlib.contextmanager
 def worker_variables(environment: Mapping[str, str]) -> Iterator[None]:
     """Change the variables of this process that differ from those of its workers, which inherit them, for a while."""
+    # Only these: what else the code of the block sets, a function of a notebook for one, stays.
     before = {name: os.environ.get(name) for name in {**os.environ, **environment}}
     changed = {name: value for name, value in before.items() if environment.get(name) != value}
     _set_variables({name: environment.get(name) for name in changed})
@@ -528,17 +512,15 @@ def _set_variables(values: Mapping[str, str | None]) -> None:
 def log_destination(launch: LaunchConfig) -> Iterator[DefaultLogsSpecs]:
     """Yield the destination of the workers' output: the console, and with a log folder files; none stay behind else."""
     tee = Std.from_str("3" if launch.log_dir and launch.tee == "0" else launch.tee)
-    if launch.log_dir or not tee:
+    with contextlib.ExitStack() as stack:
+        folder = launch.log_dir or os.devnull
+        if tee and not launch.log_dir:
+            temporary = tempfile.TemporaryDirectory(prefix="accel_trainer_", ignore_cleanup_errors=True)
+            folder = stack.enter_context(temporary)
         try:
-            logs = DefaultLogsSpecs(log_dir=launch.log_dir or os.devnull, tee=tee)
+            logs = DefaultLogsSpecs(log_dir=folder, tee=tee)
         except OSError as error:
             raise ConfigError(
                 f"log_dir {launch.log_dir!r} cannot be made: {error.strerror}; name a folder that can be written"
             ) from error
         yield logs
-        return
-    folder = tempfile.mkdtemp(prefix="accel_trainer_")
-    try:
-        yield DefaultLogsSpecs(log_dir=folder, tee=tee)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

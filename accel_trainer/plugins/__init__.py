@@ -6,7 +6,6 @@ from accel_trainer.plugins.kwargs import (
     AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
-    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -17,6 +16,7 @@ from accel_trainer.plugins.kwargs import (
     TorchDynamoPlugin,
 )
 from accel_trainer.plugins.parallelism import ParallelismConfig
+from accel_trainer.strategies.comm_hooks import DDPCommunicationHookType
 
 __all__ = [
     "AORecipeKwargs",

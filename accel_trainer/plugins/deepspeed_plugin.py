@@ -11,30 +11,25 @@ from typing import Any
 import torch
 
 from accel_trainer.config import Resolved
-from accel_trainer.config.deepspeed.block import (
+from accel_trainer.config.config_source import problem_report
+from accel_trainer.config.deepspeed_block import (
     FIELDS,
     SHARED_KEYS,
+    ZERO3_INIT,
     BlockSource,
     block_of,
     leaves,
     read_block,
 )
-from accel_trainer.config.readers.config_source import problem_report
 from accel_trainer.config.schema import RunConfig, get_key, set_key
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.kwargs import OptionObject
 from accel_trainer.strategies.api import Capabilities, Strategy
 
-__all__ = ["DeepSpeedPlugin", "DeepSpeedPlugins", "DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"]
-
 _AUTO = "auto"
-_ONLY = "default"
-"""Name of a plugin that is the only one."""
-_ZERO3_INIT = "zero3_init_flag"
+_ONLY = "default"  # name of a plugin that is the only one
 _MOE = "transformer_moe_cls_names"
-# Names of the plugin's fields in a block of the configuration, where they differ.
-_BLOCK_NAMES = {_MOE: "deepspeed_moe_layer_cls_names"}
 
 _READ_BY_SCRIPTS = (
     ("train_batch_size", _AUTO),
@@ -152,10 +147,13 @@ class DeepSpeedPlugin(OptionObject):
                 "is not offered; leave both out, and use mixed_precision='bf16'"
             )
         self._given = {f.name: getattr(self, f.name) for f in fields(self)}
-        block = self._block()
-        self.hf_ds_config = HfDeepSpeedConfig(block)
+        self.hf_ds_config = HfDeepSpeedConfig(self._block())
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
-        self._complete()
+        # What scripts read, as accelerate's plugin has it from the start: keys with what their absence means.
+        absent = _READ_BY_SCRIPTS if self._given["hf_ds_config"] is None else ()
+        self._added = {path: value for path, value in absent if get_key(self.deepspeed_config, path) is None}
+        for path, value in self._added.items():
+            set_key(self.deepspeed_config, path, value)
         self.building: Callable[[bool], contextlib.AbstractContextManager[None]] | None = None
         """Switch of the strategy of the Accelerator that uses the plugin: true shards models while they are built."""
         self.selected = False
@@ -165,15 +163,13 @@ class DeepSpeedPlugin(OptionObject):
     def _block(self) -> dict[str, Any]:
         """Return the block that the arguments make."""
         source = self._given["hf_ds_config"]
-        if isinstance(source, HfDeepSpeedConfig):
-            source = source.config
-        elif source is not None and not isinstance(source, str | Mapping) and hasattr(source, "config"):
-            source = source.config  # another library's object of that kind
+        if source is not None and not isinstance(source, str | Mapping):
+            source = getattr(source, "config", source)  # of an HfDeepSpeedConfig, or another library's
         block = block_of(source) if source is not None else {}
         for name in (*FIELDS, *SHARED_KEYS, _MOE):
             value = self._given.get(name)
             if value is not None and (name in FIELDS or name == _MOE or value != _AUTO):
-                key = _BLOCK_NAMES.get(name, name)
+                key = "deepspeed_moe_layer_cls_names" if name == _MOE else name
                 known = block.get(key)
                 if known not in (None, _AUTO, value):
                     raise ConfigError(
@@ -182,13 +178,6 @@ class DeepSpeedPlugin(OptionObject):
                     )
                 block[key] = value
         return block
-
-    def _complete(self) -> None:
-        """Add what scripts read, as accelerate's plugin has it from the start: keys with what their absence means."""
-        absent = _READ_BY_SCRIPTS if self._given["hf_ds_config"] is None else ()
-        self._added = {path: value for path, value in absent if get_key(self.deepspeed_config, path) is None}
-        for path, value in self._added.items():
-            set_key(self.deepspeed_config, path, value)
 
     def _show(self) -> None:
         """Set the fields to the values of the configuration."""
@@ -202,7 +191,7 @@ class DeepSpeedPlugin(OptionObject):
         self.zero3_save_16bit_model = ask("zero_optimization.stage3_gather_16bit_weights_on_model_save", False)
         classes = ask("zero_optimization.leaf_module.classes")
         self.transformer_moe_cls_names = ",".join(classes) if classes else None
-        self.zero3_init_flag = self.hf_ds_config.is_zero3() and ask(_ZERO3_INIT) is not False
+        self.zero3_init_flag = self.hf_ds_config.is_zero3() and ask(ZERO3_INIT) is not False
         self._shown = copy.deepcopy(self.deepspeed_config)
 
     def explicit(self) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from accel_trainer.plugins.kwargs import OptionObject
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.strategies.api import Capabilities
 
-__all__ = ["FSDPDescription", "FullyShardedDataParallelPlugin"]
-
 logger = logging.get_logger(__name__)
 
 _OWN = {name: f"fsdp.{name}" for name in ("reshard_after_forward", "replicate_size", "replicate_per_node")}
@@ -96,11 +94,7 @@ class FullyShardedDataParallelPlugin(OptionObject):
         return {"wrap_policy": self.auto_wrap_policy if callable(self.auto_wrap_policy) else None}
 
     def explicit(self) -> dict[str, Any]:
-        """Return the options that were set, by dotted path.
-
-        Raises:
-            ConfigError: the sharding strategy is unknown, or contradicts another option.
-        """
+        """Return the options that were set, by dotted path."""
         options = {"strategy": "fsdp2", **self._sharding()}
         for name, path in {**DIRECT, **_OWN}.items():
             value = self._direct(name)

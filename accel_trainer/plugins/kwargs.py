@@ -17,22 +17,6 @@ from accel_trainer.config import CompileConfig, field_specs
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.strategies.comm_hooks import CommHook, DDPCommunicationHookType
 
-__all__ = [
-    "AORecipeKwargs",
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DistributedDataParallelKwargs",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "OptionObject",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "TorchDynamoPlugin",
-]
-
 
 class OptionObject:
     """Holds options; a dataclass inherits it and says where they go."""
@@ -140,11 +124,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().given().items() if not name.startswith("comm_")}
 
     def hook(self) -> CommHook | None:
-        """Return the communication hook that was asked for; None where gradients are sent as they are.
-
-        Raises:
-            ConfigError: a name or an option is unknown, or belongs to no hook.
-        """
+        """Return the communication hook that was asked for; None where gradients are sent as they are."""
         hook = CommHook(self.comm_hook, self.comm_wrapper, self.comm_state_option)
         return hook if hook.changes_gradients else None
 
@@ -391,11 +371,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None) -> None:
-        """Set `project_dir`, and `logging_dir` where none was given.
-
-        Raises:
-            ConfigError: there is another project_dir already.
-        """
+        """Set `project_dir`, and `logging_dir` where none was given. A ConfigError beside another project_dir."""
         if None not in (self.project_dir, project_dir) and Path(self.project_dir) != Path(project_dir):  # type: ignore[arg-type]
             raise ConfigError(
                 f"project_dir={str(project_dir)!r} was given, and ProjectConfiguration(project_dir="

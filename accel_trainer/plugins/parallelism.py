@@ -11,6 +11,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel_trainer.config.parallel import AXES
+from accel_trainer.config.schema import CommStrategy
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.kwargs import OptionObject
 from accel_trainer.runtime.process import read_environment
@@ -24,10 +25,7 @@ __all__ = [
 ]
 
 _PREFIX = "PARALLELISM_CONFIG_"
-_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-"""The axes of a mesh, the outermost first."""
-_COMM_STRATEGIES = ("allgather", "alltoall")
-_NO_SEQUENCE_ATTENTION = ("eager", "flex_attention")
+_ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 
 
 def _variable(name: str, default: str) -> str:
@@ -50,9 +48,9 @@ class TorchContextParallelConfig:
 
     def __post_init__(self) -> None:
         self.cp_comm_strategy = self.cp_comm_strategy or _variable("cp_comm_strategy", "allgather")
-        if self.cp_comm_strategy not in _COMM_STRATEGIES:
+        if self.cp_comm_strategy not in list(CommStrategy):
             raise ConfigError(
-                f"Invalid cp_comm_strategy: {self.cp_comm_strategy}; expected one of {', '.join(_COMM_STRATEGIES)}"
+                f"Invalid cp_comm_strategy: {self.cp_comm_strategy}; expected one of {', '.join(CommStrategy)}"
             )
 
 
@@ -79,19 +77,26 @@ class DeepSpeedSequenceParallelConfig:
             self.sp_seq_length = None if length == "None" else int(length)
         self.sp_attn_implementation = self.sp_attn_implementation or _variable("sp_attn_implementation", "") or None
         name = self.sp_attn_implementation
-        if name is not None and (name in _NO_SEQUENCE_ATTENTION or not (name in _ATTENTIONS or "/" in name)):
+        if name is not None and name not in _ATTENTIONS and "/" not in name:
             raise ConfigError(
                 f"Invalid sp_attn_implementation: {name}; expected one of {', '.join(_ATTENTIONS)}, or a kernel of the "
                 "hub as 'owner/name'"
             )
 
 
-_ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 _HANDLERS: dict[str, Callable[[], Any]] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
     "sp": DeepSpeedSequenceParallelConfig,
 }
+
+
+def _is_enabled(axis: str, doc: str) -> Any:
+    return property(lambda config: config._size(axis) > 1, doc=doc)
+
+
+def _names(*axes: str, doc: str) -> Any:
+    return property(lambda config: config._named(*axes), doc=doc)
 
 
 @dataclass
@@ -126,7 +131,7 @@ class ParallelismConfig(OptionObject):
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for axis in (*_AXES, "ep"):
+        for axis in (*AXES, "ep"):
             name = f"{axis}_size"
             if getattr(self, name) is None:
                 setattr(self, name, int(_variable(name, "1")))
@@ -139,9 +144,9 @@ class ParallelismConfig(OptionObject):
             if given not in (backend, other):
                 raise ConfigError(f"{name} must be {backend!r}, but got {given!r}")
             setattr(self, name, backend)
-        self._complete_handlers()
         if not isinstance(self.tp_plan, Mapping):
             self.tp_plan = _styles_by_name(self.tp_plan)
+        self._complete_handlers()
         self._check_axes()
 
     def _complete_handlers(self) -> None:
@@ -171,30 +176,16 @@ class ParallelismConfig(OptionObject):
         """Return those of the axes whose size is above 1."""
         return [axis for axis in axes if self._size(axis) > 1]
 
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether there are replicas."""
-        return self._size("dp_replicate") > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether parameters are sharded."""
-        return self._size("dp_shard") > 1
-
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether there is tensor parallelism."""
-        return self._size("tp") > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether there is context parallelism."""
-        return self._size("cp") > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether there is sequence parallelism."""
-        return self._size("sp") > 1
+    dp_replicate_enabled = _is_enabled("dp_replicate", "Whether there are replicas.")
+    dp_shard_enabled = _is_enabled("dp_shard", "Whether parameters are sharded.")
+    tp_enabled = _is_enabled("tp", "Whether there is tensor parallelism.")
+    cp_enabled = _is_enabled("cp", "Whether there is context parallelism.")
+    sp_enabled = _is_enabled("sp", "Whether there is sequence parallelism.")
+    dp_dim_names = _names("dp_replicate", "dp_shard", doc="Axes along which data differs.")
+    non_dp_dim_names = _names("tp", "cp", "sp", doc="Axes along which the batch is the same.")
+    dp_shard_cp_dim_names = _names("dp_shard", "cp", doc="Axes over which FSDP shards.")
+    dp_cp_dim_names = _names("dp_replicate", "dp_shard", "cp", doc="Axes over which losses are averaged.")
+    active_mesh_dims = _names("dp_replicate", "dp_shard", "tp", "cp", "sp", doc="All axes of a size above 1.")
 
     @property
     def total_size(self) -> int:
@@ -212,38 +203,13 @@ class ParallelismConfig(OptionObject):
         return self._size("tp") * self._size("cp") * self._size("sp")
 
     @property
-    def dp_dim_names(self) -> list[str]:
-        """Axes along which data differs."""
-        return self._named("dp_replicate", "dp_shard")
-
-    @property
-    def non_dp_dim_names(self) -> list[str]:
-        """Axes along which the batch is the same."""
-        return self._named("tp", "cp", "sp")
-
-    @property
-    def dp_shard_cp_dim_names(self) -> list[str]:
-        """Axes over which FSDP shards."""
-        return self._named("dp_shard", "cp")
-
-    @property
-    def dp_cp_dim_names(self) -> list[str]:
-        """Axes over which losses are averaged."""
-        return self._named("dp_replicate", "dp_shard", "cp")
-
-    @property
     def fsdp_dim_names(self) -> list[str]:
         """Axes of the mesh that FSDP gets."""
         return [*self._named("dp_replicate"), "dp_shard_cp"]
 
-    @property
-    def active_mesh_dims(self) -> list[str]:
-        """All axes of a size above 1."""
-        return self.dp_dim_names + self.non_dp_dim_names
-
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Return names and sizes of the axes above 1, the outermost first."""
-        names = self._named(*_AXES)
+        names = self._named(*AXES)
         return tuple(names), tuple(map(self._size, names))
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
@@ -258,7 +224,7 @@ class ParallelismConfig(OptionObject):
         joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
         for name, axes in joint.items():
             if axes:
-                flatten_mesh(mesh[axes], name)  # type: ignore[index]
+                flatten_mesh(mesh[axes], name)
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
@@ -284,11 +250,7 @@ class ParallelismConfig(OptionObject):
         return {name: dict(vars(value)) if hasattr(value, "__dict__") else value for name, value in plain.items()}
 
     def explicit(self) -> dict[str, Any]:
-        """Return sizes and options by their paths; no sizes where all are 1.
-
-        Raises:
-            ConfigError: attention is asked for that is not the model's.
-        """
+        """Return sizes and options by their paths; no sizes where all are 1."""
         if self.sp_handler is not None and self.sp_handler.sp_attn_implementation is not None:
             raise ConfigError(
                 f"parallelism_config has sp_attn_implementation={self.sp_handler.sp_attn_implementation!r}, and the "
@@ -306,14 +268,10 @@ class ParallelismConfig(OptionObject):
 
     @classmethod
     def of(cls, given: Any) -> ParallelismConfig:
-        """Return the sizes that a mapping, its JSON text, or another library's object, has under these names.
-
-        Raises:
-            ConfigError: it has none of them, or a mapping has others.
-        """
+        """Return the sizes that a mapping, its JSON text, or another library's object, has under these names."""
         if isinstance(given, cls):
             return given
-        names = [*(f"{axis}_size" for axis in (*_AXES, "ep")), "loss_parallel", "tp_plan"]
+        names = [*(f"{axis}_size" for axis in (*AXES, "ep")), "loss_parallel", "tp_plan"]
         if isinstance(given, str) and given.lstrip().startswith("{"):
             given = json.loads(given)
         if isinstance(given, Mapping):

@@ -1,11 +1,12 @@
-"""Facts about this environment that scripts ask for: installed packages and their versions, devices, cores.
+"""Facts about this environment that scripts ask for: installed packages, devices, cores, environment variables.
 
 A package is available when its files and its metadata are found; nothing is imported. A device is available when one is
-there, not when torch was built for its kind.
+there, not when torch was built for its kind. Users of accelerate import these names; the package needs few of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -14,23 +15,24 @@ import operator
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from packaging.version import Version, parse
 
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.logging import get_logger
-from accel_trainer.runtime.variables import get_int_from_env, parse_flag_from_env, patch_environment
 
 __all__ = [
-    "STR_OPERATION_TO_FUNC", "CPUInformation", "check_cuda_fp8_capability", "check_cuda_p2p_ib_support",
-    "check_os_kernel", "compare_versions", "get_cpu_distributed_information", "get_current_device_type",
-    "get_driver_version", "get_gpu_info", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
-    "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available",
-    "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_cuda_available",
+    "STR_OPERATION_TO_FUNC", "CPUInformation", "are_libraries_initialized", "check_cuda_fp8_capability",
+    "check_cuda_p2p_ib_support", "check_os_kernel", "clear_environment", "compare_versions",
+    "convert_dict_to_env_variables", "get_cpu_distributed_information", "get_current_device_type",
+    "get_driver_version", "get_gpu_info", "get_int_from_env", "is_4bit_bnb_available", "is_8bit_bnb_available",
+    "is_aim_available", "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available",
+    "is_bnb_available", "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_cuda_available",
     "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp8_available",
     "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_import_timer_available", "is_lomo_available",
     "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available", "is_mlu_available",
@@ -41,14 +43,16 @@ __all__ = [
     "is_timm_available", "is_torch_distributed_available", "is_torch_version", "is_torch_xla_available",
     "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available",
     "is_torchvision_available", "is_tqdm_available", "is_trackio_available", "is_transformer_engine_available",
-    "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available",
-    "is_wandb_available", "is_weights_only_available", "is_xccl_available", "is_xpu_available",
-    "override_numa_affinity", "set_numa_affinity", "torchao_required",
+    "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available", "is_wandb_available",
+    "is_weights_only_available", "is_xccl_available", "is_xpu_available", "override_numa_affinity",
+    "parse_choice_from_env", "parse_flag_from_env", "patch_environment", "purge_accelerate_environment",
+    "set_numa_affinity", "str_to_bool", "torchao_required",
 ]  # fmt: skip
 
 logger = get_logger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
@@ -67,14 +71,14 @@ _PEER_TRANSFERS_SINCE = "550.40.07"
 # Kernels before it hang in a torch DataLoader's workers (https://github.com/huggingface/accelerate/issues/1929).
 _OLDEST_KERNEL = "5.5.0"
 _FP8_CAPABILITY = (8, 9)  # Ada Lovelace: the first with fp8 tensor cores
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_FALSE = ("n", "no", "f", "false", "off", "0")
+_PREFIXES = ("ACCELERATE_", "ACCEL_TRAINER_")
+_FORBIDDEN = frozenset(";\n<> ")
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Return whether a version, or an installed package's, stands in a relation to another one.
-
-    Args:
-        library_or_version: the name of a package, or a version itself.
-        operation: a key of `STR_OPERATION_TO_FUNC`.
+    """Return whether a version, or that of an installed package of this name, stands in a relation to another one.
 
     Raises:
         ConfigError: another word than one of the six signs.
@@ -125,17 +129,23 @@ def _asks_package(package: str, *distributions: str, at_least: str | None = None
     return is_available
 
 
-class _AsksDevice(Protocol):
-    def __call__(self, check_device: bool = False) -> bool: ...
+def _asks_device(kind: str, maker: str) -> Callable[..., bool]:
+    """Return the question whether there is a device; options such as `check_device` change nothing."""
 
-
-def _asks_device(kind: str, maker: str) -> _AsksDevice:
-    def is_available(check_device: bool = False) -> bool:
+    def is_available(*args: bool, **options: bool) -> bool:
         return _has_device(kind)
 
-    is_available.__doc__ = (
-        f"Return whether there is a device of {maker}. `check_device` changes nothing: a device is always looked for."
-    )
+    is_available.__doc__ = f"Return whether there is a device of {maker}. It is looked for, whatever is passed."
+    return is_available
+
+
+def _answers(answer: bool, reason: str) -> Callable[..., bool]:
+    """Return a question that has one answer here, whatever is installed and asked."""
+
+    def is_available(*args: bool, **options: bool) -> bool:
+        return answer
+
+    is_available.__doc__ = f"Return {answer}: {reason}."
     return is_available
 
 
@@ -171,6 +181,8 @@ is_pandas_available = _asks_package("pandas")
 is_matplotlib_available = _asks_package("matplotlib")
 is_torchdata_available = _asks_package("torchdata")
 is_torchdata_stateful_dataloader_available = _asks_package("torchdata", at_least="0.8.0")
+is_4bit_bnb_available = _asks_package("bitsandbytes", at_least="0.39.0")
+is_8bit_bnb_available = _asks_package("bitsandbytes", at_least="0.37.2")
 
 is_mlu_available = _asks_device("mlu", "Cambricon")
 is_musa_available = _asks_device("musa", "Moore Threads")
@@ -178,26 +190,22 @@ is_npu_available = _asks_device("npu", "Ascend")
 is_sdaa_available = _asks_device("sdaa", "Tecorigin")
 is_xpu_available = _asks_device("xpu", "Intel")
 is_neuron_available = _asks_device("neuron", "AWS")
+is_hpu_available = _asks_device("hpu", "Gaudi")
 
-
-def is_torch_distributed_available() -> bool:
-    """Return whether torch was built with distributed communication."""
-    return torch.distributed.is_available()
+is_torch_distributed_available = torch.distributed.is_available
+is_weights_only_available = _answers(True, "every supported torch loads with `weights_only` and a list of safe classes")
+is_pippy_available = _answers(True, "every supported torch has `torch.distributed.pipelining`")
+# `Accelerator(mixed_precision="fp16")` needs more than to store it; it checks.
+is_fp16_available = _answers(True, "every supported device stores fp16")
+is_megatron_lm_available = _answers(False, "Megatron-LM is not offered, installed or not")
+is_rich_available = _answers(False, "tracebacks are not coloured here, and nothing reads ACCELERATE_ENABLE_RICH")
+is_habana_gaudi1 = _answers(False, "the first Gaudi is not supported by any torch that is supported here")
+is_torch_xla_available = _answers(False, "torch_xla is not offered, installed or not")
 
 
 def is_xccl_available() -> bool:
     """Return whether torch communicates by XCCL, Intel's collectives."""
     return torch.distributed.is_available() and torch.distributed.is_xccl_available()
-
-
-def is_weights_only_available() -> bool:
-    """Return True: every supported torch loads with `weights_only` and a list of safe classes."""
-    return True
-
-
-def is_pippy_available() -> bool:
-    """Return True: every supported torch has `torch.distributed.pipelining`."""
-    return True
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
@@ -226,16 +234,6 @@ def is_bnb_available(min_version: str | None = None) -> bool:
     return _is_installed("bitsandbytes", at_least=min_version)
 
 
-def is_4bit_bnb_available() -> bool:
-    """Return whether bitsandbytes with 4-bit weights (0.39.0 or later) is installed."""
-    return is_bnb_available("0.39.0")
-
-
-def is_8bit_bnb_available() -> bool:
-    """Return whether bitsandbytes with 8-bit weights (0.37.2 or later) is installed."""
-    return is_bnb_available("0.37.2")
-
-
 def is_bitsandbytes_multi_backend_available() -> bool:
     """Return whether the installed bitsandbytes works on other devices than CUDA's."""
     if not is_bnb_available():
@@ -243,11 +241,6 @@ def is_bitsandbytes_multi_backend_available() -> bool:
     import bitsandbytes  # type: ignore[import-not-found]
 
     return "multi_backend" in getattr(bitsandbytes, "features", set())
-
-
-def is_megatron_lm_available() -> bool:
-    """Return False: Megatron-LM is not offered, installed or not."""
-    return False
 
 
 def is_aim_available() -> bool:
@@ -258,11 +251,6 @@ def is_aim_available() -> bool:
 def is_tensorboard_available() -> bool:
     """Return whether tensorboard or tensorboardX is installed."""
     return _is_installed("tensorboard") or _is_installed("tensorboardX")
-
-
-def is_rich_available() -> bool:
-    """Return False: tracebacks are not coloured here, and nothing reads ACCELERATE_ENABLE_RICH."""
-    return False
 
 
 def is_cuda_available() -> bool:
@@ -284,21 +272,6 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
-def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Return whether there is a Gaudi HPU. `init_hccl` changes nothing: the process group loads its backend."""
-    return _has_device("hpu")
-
-
-def is_habana_gaudi1() -> bool:
-    """Return False: the first Gaudi is not supported by any torch that is supported here."""
-    return False
-
-
-def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return False: torch_xla is not offered, installed or not."""
-    return False
-
-
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Return whether this machine's device computes in bf16; a CPU always does, if slowly."""
     if is_cuda_available():
@@ -308,11 +281,6 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     if is_xpu_available():
         return torch.xpu.is_bf16_supported()
     return torch.backends.mps.is_macos_or_newer(14, 0) if is_mps_available() else True
-
-
-def is_fp16_available() -> bool:
-    """Return True: every supported device stores fp16. `Accelerator(mixed_precision="fp16")` needs more; it checks."""
-    return True
 
 
 def is_fp8_available() -> bool:
@@ -342,10 +310,8 @@ def get_current_device_type() -> tuple[str, str]:
 
     Nothing is started on a device, so that a fork afterwards is safe.
     """
-    for kind in _PLUGIN_DEVICES:
-        if _has_device(kind):
-            return kind, f"MULTI_{kind.upper()}"
-    return "cuda", "MULTI_GPU"
+    kind = next(filter(_has_device, _PLUGIN_DEVICES), None)
+    return ("cuda", "MULTI_GPU") if kind is None else (kind, f"MULTI_{kind.upper()}")
 
 
 def get_gpu_info() -> tuple[list[str], int]:
@@ -455,3 +421,121 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Bind this process as `override_numa_affinity` does, once: later calls do nothing."""
     override_numa_affinity(local_process_index, verbose)
+
+
+# --- environment variables --------------------------------------------------------------------------------------------
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Return 1 or 0 for a word of truth; with `to_bool`, True or False.
+
+    Raises:
+        ConfigError: another word.
+    """
+    word = value.lower()
+    if word not in _TRUE + _FALSE:
+        raise ConfigError(f"invalid truth value {value!r}; expected one of {', '.join(_TRUE + _FALSE)}")
+    return word in _TRUE if to_bool else int(word in _TRUE)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return the truth of a variable, or `default` where it is not set.
+
+    Raises:
+        ConfigError: its text is no word of truth.
+    """
+    return bool(str_to_bool(os.environ.get(key, str(default))))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return the text of a variable, or `default` where it is not set."""
+    return os.environ.get(key, str(default))
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """Return the first value of these variables that is 0 or more, or `default`."""
+    values = (int(os.environ.get(key, -1)) for key in env_keys)
+    return next((value for value in values if value >= 0), default)
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Return those of the names that this process has imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Return lines `NAME=value` for a host file; a value that would break one is left out with a warning."""
+    lines = []
+    for name, value in current_env.items():
+        if name and value and not _FORBIDDEN.intersection(name + value):
+            lines.append(f"{name}={value}\n")
+        else:
+            logger.warning("%s=%s is left out: it is empty, or holds a character of %r", name, value, ";\\n<> ")
+    return lines
+
+
+@contextlib.contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Set variables for a block, and put them back as they were behind it. Names are written in capitals."""
+    changed = {name.upper(): str(value) for name, value in kwargs.items()}
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+@contextlib.contextmanager
+def clear_environment() -> Iterator[None]:
+    """Empty the environment for a block, and put it back as it was behind it."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(func_or_cls: T) -> T:
+    """Decorate a test, or all of a class and its subclasses, so that ACCELERATE_* and ACCEL_TRAINER_* are restored."""
+    if not isinstance(func_or_cls, type):
+        return _purge_after(func_or_cls)
+    _purge_after_tests(func_or_cls)
+    inherited = func_or_cls.__init_subclass__
+
+    def decorate_subclass(cls: type, **options: Any) -> None:
+        inherited(**options)
+        _purge_after_tests(cls)
+
+    func_or_cls.__init_subclass__ = classmethod(decorate_subclass)  # type: ignore[assignment]
+    return func_or_cls
+
+
+def _purge_after_tests(tests: type) -> None:
+    for name in dir(tests):
+        method = getattr(tests, name)
+        if name.startswith("test") and callable(method) and not hasattr(method, "_purges_environment"):
+            setattr(tests, name, _purge_after(method))
+
+
+def _purge_after(function: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _restore({name: before.get(name) for name in {*os.environ, *before} if name.startswith(_PREFIXES)})
+
+    run._purges_environment = True  # type: ignore[attr-defined]
+    return run
+
+
+def _restore(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

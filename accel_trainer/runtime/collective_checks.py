@@ -9,7 +9,7 @@ calls, every 64th call and wherever they vote (saves, loads, evaluations of a Tr
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -31,12 +31,7 @@ _CALLS_PER_CHECK = 64
 
 
 def note_call(
-    name: str,
-    process: ProcessContext,
-    data: Any = (),
-    *,
-    checked: Sequence[str] | None = None,
-    way_out: str = "",
+    name: str, process: ProcessContext, data: Any = (), *, checked: Sequence[str] | None = None, way_out: str = ""
 ) -> None:
     """Note a collective that this rank is about to call; every 64th time, compare the calls of all ranks.
 
@@ -69,7 +64,7 @@ def note_call(
         _check_leaves(name, [entries for _, _, entries in everyone], way_out)
     calls.note(f"{name}{shapes} in update {PROGRESS.updates}")
     if checked is None and calls.number % _CALLS_PER_CHECK == 0:
-        _check_records(watch, calls)
+        _check_records(watch, calls.last[-1])
 
 
 def recording_watch(process: ProcessContext) -> RankWatch | None:
@@ -92,18 +87,13 @@ def _check_operations(name: str, everyone: Sequence[Sequence[Any]]) -> None:
             )
 
 
-def _check_records(watch: RankWatch, calls: CallRecord) -> None:
-    """Raise on every rank unless all have called the same."""
-    doing = calls.last[-1]
-    if not watch.all_equal(calls.digest, doing):
+def _check_records(watch: RankWatch, doing: str) -> None:
+    if not watch.all_equal(watch.calls.digest, doing):
         raise_difference(watch, doing)
 
 
 def raise_difference(watch: RankWatch, doing: str) -> NoReturn:
-    """Raise a DesyncError that names the first difference between the calls of the ranks, and begin a new record.
-
-    Every rank calls it.
-    """
+    """Raise a DesyncError that names the first difference of the ranks' calls, on all, and begin a new record."""
     mine = json.dumps((watch.calls.number, list(watch.calls.last)))
     records = [json.loads(text) for text in watch.exchange(mine, doing)]
     # Who catches the error begins at one point on all ranks: the old difference would be found again at each vote.
@@ -129,13 +119,7 @@ def _find_difference(records: Sequence[tuple[int, list[str]]]) -> str:
 def check_same_call(
     name: str, entries: Sequence[str], process: ProcessContext, *, value: Any = None, way_out: str = ""
 ) -> list[Any]:
-    """Raise on every rank unless all ranks call the same operation with the same entries.
-
-    Collective: every rank calls it.
-
-    Args:
-        entries: a description of each leaf on this rank.
-        way_out: a further remedy, for the message.
+    """Raise on every rank unless all call the same operation, with leaves of these descriptions. Collective.
 
     Returns:
         The `value` of each rank, a picklable object that travels along.
@@ -165,23 +149,22 @@ def _check_leaves(name: str, calls: Sequence[Sequence[str]], way_out: str) -> No
 
 def describe_leaves(data: Any) -> list[str]:
     """Return, for each leaf, dtype and shape of a tensor in words, or the class of anything else."""
-    return [_describe(leaf) for leaf in leaves(data, is_leaf=is_tensor)]
-
-
-def _describe(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"has {_dtype(leaf)} {tuple(leaf.shape) or (1,)}"
-    return f"has a {type(leaf).__name__}"
+    return _describe(data, lambda tensor: f"has {_dtype(tensor)} {tuple(tensor.shape) or (1,)}")
 
 
 def describe_rows(data: Any, num_samples: int | None) -> list[str]:
     """Return the same where the first dimension may differ: rows per sample, or any number where that is None."""
-    return [_describe_rows(leaf, num_samples) for leaf in leaves(data, is_leaf=is_tensor)]
+    return _describe(data, lambda tensor: _describe_rows(tensor, num_samples))
 
 
-def _describe_rows(leaf: Any, num_samples: int | None) -> str:
-    if not isinstance(leaf, Tensor):
-        return _describe(leaf)
+def _describe(data: Any, words: Callable[[Tensor], str]) -> list[str]:
+    return [
+        words(leaf) if isinstance(leaf, Tensor) else f"has a {type(leaf).__name__}"
+        for leaf in leaves(data, is_leaf=is_tensor)
+    ]
+
+
+def _describe_rows(leaf: Tensor, num_samples: int | None) -> str:
     if num_samples is None:
         return f"has {_dtype(leaf)} with {max(1, leaf.ndim)} dimension(s)"
     tail = tuple(leaf.shape[1:])

@@ -50,20 +50,14 @@ class ReduceOp(StrEnum):
 
 @names_failed_rank
 def gather(
-    data: Any,
-    process: ProcessContext,
-    *,
-    debug: bool = False,
-    pad_index: float | None = None,
-    as_samples: bool = False,
+    data: Any, process: ProcessContext, *, debug: bool = False, pad_index: float | None = None, as_samples: bool = False
 ) -> Any:
     """Concatenate each tensor over the ranks, along dimension 0, in the order of the ranks.
 
-    Collective: every rank calls it, with tensors of the same shapes and dtypes. Where shapes may differ between ranks,
-    `pad_index` or `as_samples` says so, and shapes are exchanged first.
+    Collective: every rank calls it, with tensors of the same shapes and dtypes; a 0-d one counts as one of shape (1,).
+    Where shapes may differ between ranks, `pad_index` or `as_samples` says so, and shapes are exchanged first.
 
     Args:
-        data: None stays None. A 0-d tensor counts as one of shape (1,).
         debug: compare shapes and dtypes over the ranks before any data moves.
         pad_index: fill other dimensions than the first with this value, up to the largest size over the ranks.
         as_samples: return a list in the place of each tensor: its rows over all ranks, each in the shape it had.
@@ -72,8 +66,7 @@ def gather(
         The same nesting; shape (world_size * n, ...) for a tensor of shape (n, ...).
 
     Raises:
-        ConfigError: a leaf is no tensor (`gather_object` takes anything), or both `pad_index` and `as_samples` are
-            given.
+        ConfigError: a leaf is no tensor (`gather_object` takes anything), or `pad_index` meets `as_samples`.
         ProcessGroupError: with `debug`, the ranks do not have the same shapes; with `pad_index` or `as_samples`, not
             the same dtypes and numbers of dimensions.
     """
@@ -86,13 +79,10 @@ def gather(
 
 @names_failed_rank
 def gather_object(data: Any, process: ProcessContext) -> list[Any]:
-    """Collect picklable objects of all ranks into one list, in the order of the ranks.
+    """Collect picklable objects of all ranks into one list, in the order of the ranks. Collective: every rank calls it.
 
-    Collective: every rank calls it.
-
-    Returns:
-        Where every rank gave a list (or a tuple): their concatenation. Otherwise one entry for each rank, so that a
-        dict stays a dict. The same on one process as on many.
+    Where every rank gave a list (or a tuple), return their concatenation; otherwise one entry for each rank, so that a
+    dict stays a dict. The same on one process as on many.
     """
     objects = [data]
     if process.is_distributed:
@@ -202,16 +192,13 @@ def scatter_objects(objects: Sequence[Any] | None, process: ProcessContext, from
         assert objects is not None
         return objects[0]
     mine: list[Any] = [None]
-    given = list(objects) if objects is not None else None
+    given = None if objects is None else list(objects)
     dist.scatter_object_list(mine, given, group=process.group, group_src=from_process)
     return mine[0]
 
 
 def all_gather_integers(values: Sequence[int], process: ProcessContext) -> Callable[[], list[list[int]]]:
-    """Begin to gather integers of all ranks; return a function that waits for them.
-
-    Collective: every rank calls it, with as many integers.
-    """
+    """Begin to gather as many integers of all ranks; return a function that waits for them. Collective."""
     if not process.is_distributed:
         return lambda: [list(values)]
     mine = torch.tensor(values, dtype=torch.int64, device=None if backend_takes_cpu() else process.device)
@@ -285,9 +272,8 @@ _TORCH_OPS = {
 
 def _reduce_tensor(tensor: Tensor, process: ProcessContext, op: ReduceOp) -> Tensor:
     is_float = tensor.is_floating_point() or tensor.is_complex()
-    dtype = tensor.dtype
-    if tensor.dtype is torch.bool and op in (ReduceOp.SUM, ReduceOp.MEAN):
-        dtype = torch.int64
+    is_counted = tensor.dtype is torch.bool and op in (ReduceOp.SUM, ReduceOp.MEAN)
+    dtype = torch.int64 if is_counted else tensor.dtype
     reduced = tensor.detach()
     if process.is_distributed:
         # As bytes, which carry other dtypes elsewhere, values cannot be added up: a wider dtype carries them.

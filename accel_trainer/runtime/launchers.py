@@ -36,10 +36,8 @@ def bracket_ipv6(address: str) -> str:
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     """Return a launcher's variable as a number; without it, the default, or an error when there is none."""
-    value = environ.get(name)
+    value = environ.get(name, default)
     if value is None:
-        if default is not None:
-            return default
         raise ProcessGroupError(
             f"{name} is not set although another variable of the launcher is; set it, or start the job with "
             "`accel-trainer launch` or torchrun"
@@ -74,7 +72,7 @@ def first_slurm_host(node_list: str) -> str:
 
 
 def _slurm_tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> int:
-    """Return this node's number of tasks in a layout such as `4(x2),3`: 4 tasks on two nodes, 3 on the third."""
+    # `4(x2),3`: 4 tasks on two nodes, 3 on the third.
     layout = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     nodes = [int(tasks) for tasks, repeats in layout for _ in range(int(repeats or 1))]
     node = _integer(environ, "SLURM_NODEID", 0)

@@ -25,9 +25,9 @@ _meetings = itertools.count()
 class Meeting:
     """The position at which all ranks meet, once one of them has called for that.
 
-    Ranks pass the same numbered positions, 1, 2, 3, ..., each at its own pace: they wait for each other in collectives
-    between, or hardly ever where a device runs behind. A thread of each rank looks into the job's key-value store, and
-    answers a call with the next position that its rank has not passed; the ranks meet at the largest answer.
+    Ranks pass the same numbered positions, 1, 2, 3, ..., each at its own pace. A thread of each rank looks into the
+    job's key-value store, and answers a call with the next position that its rank has not passed; the ranks meet at the
+    largest answer.
 
     A loop does at each position::
 
@@ -76,9 +76,9 @@ class Meeting:
         """
         with self._lock:  # the thread may be about to answer
             answer = self._answer
-        if self._place is None and (answer is None or position < answer):
-            return False
         if self._place is None:
+            if answer is None or position < answer:
+                return False
             # From its own answer on a rank passes no position before it knows all answers, so that all come to the
             # largest. It waits for threads alone, which wait for nobody: no meeting hangs.
             self._place = max(self._collect_answers())

@@ -95,10 +95,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def memory_in_use(device: torch.device) -> int | None:
-    """Return the bytes that tensors take on an accelerator, or this process in the machine's memory on a CPU.
-
-    None where nobody counts them.
-    """
+    """Return the bytes of tensors on an accelerator, or of this process on a CPU; None where nobody counts them."""
     if device.type != "cpu":
         with suppress(RuntimeError):
             return torch.accelerator.memory_allocated(device)
@@ -309,8 +306,7 @@ class _Ballot:
     """
 
     def __init__(self, name: str) -> None:
-        """Note the group that this process has joined; `name` is the same on every rank, and used once in a job."""
-        self.name = name
+        self.name = name  # the same on every rank, and used once in a job
         self.rank = dist.get_rank()
         self._keys = [f"accel_trainer/{name}/{rank}" for rank in range(dist.get_world_size())]
         self._store = default_store()
@@ -319,8 +315,8 @@ class _Ballot:
         watch = current_watch()
         self._watch_options: dict[str, Any] = {} if watch is None else watch.options
         self._recipe: dict[str, Any] = {"backend": dist.get_backend_config(), "device_id": group.bound_device_id}
+        # Such a group has to be aborted, before whoever waits in it learns of anything.
         self.aborts = _is_on_devices(group)
-        """Whether the group has to be aborted, before whoever waits in it learns of anything."""
 
     def cast(self, vote: str) -> None:
         """Publish this rank's vote. Returns at once."""

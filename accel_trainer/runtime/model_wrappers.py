@@ -54,11 +54,7 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Return a model's modules, each behind the ones that it holds; the model itself is the last.
-
-    Args:
-        return_fqns: return pairs of the fully qualified name and the module.
-    """
+    """Return a model's modules, each behind the ones that it holds, or pairs of their full names and them."""
     waiting: deque[tuple[str, nn.Module]] = deque([("", model)])
     found: list[tuple[str, nn.Module]] = []
     while waiting:
@@ -108,11 +104,7 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
 ) -> set[nn.Parameter]:
-    """Return the parameters of some modules of a model.
-
-    Args:
-        modules: as a regular expression, those whose full names match it, which are moved to `device`; None is none.
-    """
+    """Return the parameters of some modules; of a regular expression, those of full names, moved to `device`."""
     if isinstance(modules, str):
         pattern = re.compile(modules)
         modules = [inner.to(device) for name, inner in model.named_modules() if pattern.fullmatch(name)]

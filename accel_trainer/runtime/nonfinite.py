@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from math import isfinite
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -22,9 +21,8 @@ from accel_trainer import logging
 from accel_trainer.config import MixedPrecision, RunConfig
 from accel_trainer.errors import NonFiniteError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rank_watch import tell_soon
+from accel_trainer.runtime.rank_watch import end_with_exit_codes, tell_soon
 from accel_trainer.runtime.shared_errors import gather_or_raise
-from accel_trainer.runtime.uncaught import Hook, add_hook
 
 logger = logging.get_logger(__name__)
 
@@ -56,13 +54,12 @@ class NonFiniteGuard:
         self.rolls_back = action == "rollback"
         self._leaves_out = action in ("skip_step", "rollback")
         self._max_rollbacks = max_rollbacks
+        # The checkpoint that the run went back to last, and how often in a row.
         self._rollbacks: tuple[Path | None, int] = None, 0
-        """The checkpoint that the run went back to last, and how often in a row."""
         self._action = action
         self._process = process
         self._is_sharded = is_sharded
-        self._is_sample = False
-        """Whether the norm is a sum of a few gradients."""
+        self._is_sample = False  # whether the norm is a sum of a few gradients
         self._pending: tuple[int, Tensor, bool] | None = None
 
     @classmethod
@@ -148,11 +145,7 @@ class NonFiniteGuard:
         return self._leaves_out
 
     def look(self) -> bool:
-        """Look at the last update, if that has not been done: before a save, a log, and at the end. See `skips`.
-
-        Returns:
-            Whether the run has been rolled back for it.
-        """
+        """Look at the last update, before a save or a log and at the end; return whether that led to a rollback."""
         pending, self._pending = self._pending, None
         if pending is None:
             return False
@@ -163,11 +156,7 @@ class NonFiniteGuard:
         return self.rolls_back and not has_norm
 
     def begin_rollback(self, found: str, place: Path | None) -> None:
-        """Log that the run goes back to a checkpoint.
-
-        Args:
-            found: what `roll_back` was called with.
-            place: the checkpoint; None where the run has none.
+        """Log that the run goes back to the checkpoint at a place, for what `roll_back` was called with.
 
         Raises:
             NonFiniteError: on every rank: there is none, or the run has gone back to it too often.
@@ -228,13 +217,7 @@ def check_weights(
         named: this rank's weights, or shards of them.
         section: what is saved or loaded, for the message.
         process: of ranks that hold different shards, which all call this; None where this rank holds all.
-        is_forced: it is a warning.
-
-    Returns:
-        Whether all of them are numbers, on all ranks.
-
-    Raises:
-        NonFiniteError: on every rank.
+        is_forced: it is a warning, and False is returned, on every rank; else a NonFiniteError is raised on every rank.
     """
     bad = _nonfinite_names(named)
     found = [bad] if process is None else gather_or_raise(process, section, None, bad)
@@ -242,14 +225,12 @@ def check_weights(
     if not every:
         return True
     text = f"{section}: {len(every)} of the model's weights hold NaN or infinity, {every[0]!r} for one"
-    done, instead = _DONE[doing]
+    is_save = doing == "save"
+    done, instead = ("saved", "nothing is saved") if is_save else ("loaded", "no update would mend them")
     if is_forced:
         logger.warning("%s; they are %s (on_nonfinite='warn')", text, done)
         return False
     _raise(f"{text}; {instead}. Go on from an earlier checkpoint, or {doing} them as they are with on_nonfinite='warn'")
-
-
-_DONE = {"save": ("saved", "nothing is saved"), "load": ("loaded", "no update would mend them")}
 
 
 def _nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -268,19 +249,6 @@ def _nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
 
 
 def _raise(text: str) -> NoReturn:
-    _end_with_exit_code()
+    # A scheduler that knows the code need not requeue the job.
+    end_with_exit_codes()
     raise NonFiniteError(text)
-
-
-def _end_with_exit_code() -> None:
-    """Have a NonFiniteError that nobody catches end the process with its own code: a scheduler need not requeue it."""
-
-    def make(previous: Hook) -> Hook:
-        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            previous(kind, error, trace)
-            if isinstance(error, NonFiniteError):
-                raise SystemExit(error.exit_code)
-
-        return report
-
-    add_hook("exit code of NonFiniteError", make)

@@ -138,11 +138,9 @@ class StopSignals:
         return time.monotonic() - self._seconds if self.is_requested else 0.0
 
     def find_no_time(self, grace_seconds: float | None, save_seconds: float, process: ProcessContext) -> str:
-        """Return why no save fits before the machine goes, in words; empty where one does. Collective.
+        """Return why no save, of as long as the last, fits before the machine goes; empty where one does. Collective.
 
-        Args:
-            grace_seconds: from the signal to the end of the machine; None is for ever.
-            save_seconds: what the last save took.
+        It goes `grace_seconds` after the signal; None is never.
         """
         if grace_seconds is None:
             return ""
@@ -160,15 +158,13 @@ class StopSignals:
             if came is signal.SIGINT and find_rank() == 0:
                 with suppress(OSError):  # its reader may have ended with the same ctrl-C
                     os.write(2, _HEARD)  # print() may be what it has interrupted
-        # A script that has caught the end lives on, and its later signals act as ever.
-        elif now - self._over_seconds >= _ONE_REQUEST_SECONDS if self._is_over else self._is_second(came):
+            return
+        # A second one of that name acts as ever; any does in a script that has caught the end, and lives on.
+        before = self._over_seconds if self._is_over else self._seconds
+        if (self._is_over or came == self._came) and now - before >= _ONE_REQUEST_SECONDS:
             # Sent again, and not called: the handler before may be SIG_DFL, which is no function.
             signal.signal(number, self._before[came])
             os.kill(os.getpid(), number)
-
-    def _is_second(self, came: signal.Signals) -> bool:
-        """Whether the signal that has come is of the same name as the first, and no copy of it."""
-        return came == self._came and self.seconds_since >= _ONE_REQUEST_SECONDS
 
 
 class StopPoint:
@@ -180,7 +176,6 @@ class StopPoint:
         self._meeting = Meeting(process) if process.is_distributed else None
         self._position = 0
         self.has_stopped = False
-        """Whether the ranks have stopped."""
 
     def is_reached(self) -> bool:
         """Whether to stop here; from then on always. Every rank asks equally often: collective once one is to stop."""
@@ -247,10 +242,8 @@ def warn_of_new_beginning() -> None:
 
 
 def outlive_signals() -> None:
-    """Have a loader's worker outlive the signals that its whole job is sent: the rank still wants its batches.
-
-    Only of a rank that listens to signals as the worker is forked; one that is spawned keeps torch's handler.
-    """
+    """Have a forked loader's worker outlive signals to its whole job: the rank still wants its batches."""
+    # Of a rank that listens to signals as the worker is forked; one that is spawned keeps torch's handler.
     if sys.platform == "win32" or not _listening:
         return
     for number in (signal.SIGINT, signal.SIGUSR1):

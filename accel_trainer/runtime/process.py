@@ -27,9 +27,8 @@ from accel_trainer.config import HangConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, bracket_ipv6, find_launch_info
-from accel_trainer.runtime.rank_watch import start_watch, stop_watch
+from accel_trainer.runtime.rank_watch import Hook, add_hook, start_watch, stop_watch
 from accel_trainer.runtime.torch_private import default_group, forget_default_groups, set_group_timeout
-from accel_trainer.runtime.uncaught import Hook, add_hook
 
 # The context that init_process returned last, for functions that users call without naming a process.
 _current: ProcessContext | None = None
@@ -186,10 +185,7 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
 
 
 def _loopback_store(info: LaunchInfo, address: str, port: int, timeout: timedelta) -> dist.Store | None:
-    """Return the job's key-value store where all ranks reach it by loopback; None elsewhere.
-
-    None, too, where a launcher's agent has the store, on its own interfaces.
-    """
+    """Return the job's store where all ranks reach it by loopback; None elsewhere, or where an agent has it."""
     if "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     try:
@@ -215,7 +211,6 @@ def _loopback_store(info: LaunchInfo, address: str, port: int, timeout: timedelt
 
 
 def _share_cores(environ: Mapping[str, str], device: torch.device, local_world_size: int) -> None:
-    """Limit each CPU rank to its share of the cores."""
     # N ranks with a full thread pool each run slower than one rank does.
     if device.type == "cpu" and local_world_size > 1 and "OMP_NUM_THREADS" not in environ:
         # Never more than now: the user may have asked for fewer.
@@ -232,8 +227,7 @@ def _device_of(info: LaunchInfo, *, use_cpu: bool) -> torch.device:
 def _device_alone(*, use_cpu: bool) -> torch.device:
     """Return the device of a process that no launcher started: torch's current one, which the user may have set."""
     device = select_device(0, 1, use_cpu=use_cpu)
-    # Setting it starts the device. One that nobody has started is not asked, which would start it: a notebook could
-    # fork no workers then.
+    # One that nobody has started is not asked, which would start it: a notebook could fork no workers then.
     if device.index is None or not torch.get_device_module(device).is_initialized():
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
@@ -337,20 +331,16 @@ def init_process(
     logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
     _leave_interrupts_to_launcher(environ)
     carrier = _backends()[device.type]
-    hosts_store, runs_ahead = _hosts_store(environ, info.rank), device.type != "cpu" and carrier != "gloo"
+    # The job's store goes with rank 0, unless the launcher hosts it.
+    hosts_store = info.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    runs_ahead = device.type != "cpu" and carrier != "gloo"
     start_watch(info.rank, info.world_size, hang, hosts_store=hosts_store, runs_ahead=runs_ahead)
     _current = ProcessContext(info.rank, info.local_rank, info.world_size, info.local_world_size, device, carrier)
     return _current
 
 
-def _hosts_store(environ: Mapping[str, str], rank: int) -> bool:
-    """Whether the job's store goes with this process: with rank 0, unless the launcher hosts it."""
-    return rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
 def _leave_interrupts_to_launcher(environ: Mapping[str, str]) -> None:
-    """Print no traceback of ctrl-C in a rank of our launcher."""
-    # Those of all ranks would hide the launcher's own line.
+    # A traceback of ctrl-C in each rank would hide our launcher's own line.
     if "ACCEL_TRAINER_LAUNCH" not in environ:
         return
 

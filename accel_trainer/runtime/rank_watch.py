@@ -1,16 +1,14 @@
 """Messages between the ranks of a job beside its collectives: that one has failed, and where each of them is.
 
-Every rank has a thread that sleeps, and twice a second asks the job's key-value store whether anything has happened.
-Steps exchange nothing for it, and do nothing but count. Three things happen through it:
+Every rank has a thread that twice a second asks the job's key-value store whether anything has happened. Steps exchange
+nothing for it, and do nothing but count. Three things happen through it:
 
 - A rank that fails writes its error down before its process ends. The others, whose connections to it break then, raise
   a RemoteRankError that names it, its error and the line.
 - A rank that has made no progress for long calls the roll: every thread answers with the collectives that its rank has
-  begun and the stack of its loop. A warning names the ranks that the others wait for, and where they are. Ranks that do
-  not answer are stopped, hold the interpreter's lock, or are gone. Where they do not move within the limit of that
-  section of the run, the threads end all processes.
-- A rank that waits for one whose process ends in an error, and whose connections do not break, ends, too. With nccl it
-  waits wherever it reads a value of its device, which is in a collective that the other has never begun.
+  begun and the stack of its loop. A warning names the ranks that the others wait for. Where they do not move within the
+  limit of that section of the run, the threads end all processes.
+- A rank that waits for one whose process ends in an error, and whose connections do not break, ends, too.
 """
 
 from __future__ import annotations
@@ -19,11 +17,12 @@ import atexit
 import itertools
 import json
 import os
+import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
@@ -35,9 +34,8 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.config import HangConfig
-from accel_trainer.errors import DesyncError, HangError, ProcessGroupError, RemoteRankError
-from accel_trainer.runtime.facts import FactBoard
-from accel_trainer.runtime.progress import PROGRESS, Pace
+from accel_trainer.errors import DesyncError, HangError, NonFiniteError, ProcessGroupError, RemoteRankError
+from accel_trainer.runtime.progress import PROGRESS, FactBoard, Pace
 from accel_trainer.runtime.torch_private import (
     BROKEN_TEXTS,
     EXPIRED_TEXTS,
@@ -47,7 +45,6 @@ from accel_trainer.runtime.torch_private import (
     last_collective,
     second_store,
 )
-from accel_trainer.runtime.uncaught import Hook, add_hook
 from accel_trainer.runtime.whereabouts import (
     COMPARISON,
     RankState,
@@ -74,8 +71,7 @@ _POLLS_PER_ANSWER = 6
 _STUCK_SECONDS = 5.0
 # For ranks that find the same at the same update.
 _SOON_SECONDS = 1.0
-_LINES = 4000
-"""Characters of a traceback that travel."""
+_MAX_STACK = 4000  # characters that travel
 _KEPT_CALLS = 64
 _NO_MORE_CALLS = 1 << 40
 _LEFT = "has left the job"
@@ -88,12 +84,12 @@ class _Failure:
     rank: int
     how: str
     """What follows the rank's number: "failed", "is gone without a word", "has left the job"."""
-    error: str
+    error: str = ""
     """Class and message, empty where it said nothing."""
-    section: str
-    line: str
-    updates: int | None
-    is_final: bool
+    section: str = ""
+    line: str = ""
+    updates: int | None = None
+    is_final: bool = True
     """Its process ends; else a caller may still catch the error."""
     begun: dict[str, int] = field(default_factory=dict)
     """Collectives that it had begun, by the name of their group."""
@@ -107,19 +103,10 @@ class _Failure:
 
 
 class CallRecord:
-    """The library's collectives that this rank has called.
-
-    Attributes:
-        number: of the last one, from 1.
-        digest: over all of them.
-        last: the words of the last ones.
-    """
-
-    __slots__ = ("digest", "last", "number")
+    """The library's collectives that this rank has called: number, digest over all, and the words of the last ones."""
 
     def __init__(self) -> None:
-        self.number = 0
-        self.digest = 0
+        self.number = self.digest = 0
         self.last: deque[str] = deque(maxlen=_KEPT_CALLS)
 
     def note(self, call: str) -> None:
@@ -145,10 +132,7 @@ class RankWatch:
     def __init__(self, store: dist.Store, rank: int, world_size: int, hang: HangConfig, *, hosts_store: bool) -> None:
         """Begin to watch. The calling thread is the one whose position is told.
 
-        Args:
-            store: a connection of its own to the job's.
-            hang: how long ranks wait for one that does not move.
-            hosts_store: the job's store goes with this process.
+        `store` is a connection of its own to the job's, which goes with this process where it `hosts_store`.
         """
         self._prefix = f"accel_trainer/watch {next(_numbers)}"
         self.pace = Pace(hang, time.monotonic())
@@ -180,10 +164,9 @@ class RankWatch:
         # Another rank's, kept for when the store has gone with that rank.
         self._found: _Failure | None = None
         self._num_answered = 0
-        self._next_report_seconds = 0.0
-        """Of being idle; 0 before the first report."""
+        self._next_report_seconds = 0.0  # of being idle; 0 before the first report
+        # Whether this rank's place has been written since its last progress, and when.
         self._is_heard, self._heard_at = False, 0.0
-        """Whether this rank's place has been written since its last progress, and when."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._thread.start()
@@ -211,8 +194,7 @@ class RankWatch:
     def exchange(self, text: str, doing: str) -> list[str]:
         """Return the texts of all ranks. Every rank calls it as often as the others; through the store alone.
 
-        Args:
-            doing: what the ranks are about to do, for the message.
+        The message of an error says what the ranks were `doing`.
 
         Raises:
             HangError: a rank does not come within the group's timeout.
@@ -242,7 +224,7 @@ class RankWatch:
         deadline = time.monotonic() + _SOON_SECONDS
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.01)
-        return [self._store.get(key) == b"1" if self._store.check([key]) else None for key in keys]
+        return [None if (said := self._read(key)) is None else said == "1" for key in keys]
 
     @waits(COMPARISON)
     def _meet(self, doing: str, written: list[str]) -> None:
@@ -287,11 +269,7 @@ class RankWatch:
     # --- failures --------------------------------------------------------------------------------------------------
 
     def tell(self, error: BaseException, *, is_final: bool) -> None:
-        """Write this rank's error down for the others, unless it has been.
-
-        Args:
-            is_final: nobody has caught it, and the process ends; else `withdraw` takes it back.
-        """
+        """Write this rank's error down for the others, unless it has been; one that is not final can be withdrawn."""
         if self._own is not None and self._own[2] is error and self._own[1].is_final >= is_final:
             return
         where = describe_failure(error)
@@ -307,13 +285,10 @@ class RankWatch:
 
     def tell_end(self) -> None:
         """Write down that this rank leaves the job, for those that wait for it; wait for them with the store."""
-        failure = _Failure(self._rank, _LEFT, "", "", "", PROGRESS.updates, True)
-        if self._own is not None:
-            failure = replace(self._own[1], is_final=True)
-        self._write(failure, None)
+        left = _Failure(self._rank, _LEFT, updates=PROGRESS.updates)
+        self._write(left if self._own is None else replace(self._own[1], is_final=True), None)
         with suppress(RuntimeError):
-            left = self._store.add(self._key("left"), 1)
-            if self._hosts_store and left < self._world_size:
+            if self._store.add(self._key("left"), 1) < self._world_size and self._hosts_store:
                 # The threads of the others would complain loudly of a store that is gone. They stop asking.
                 self._store.add(self._key("calls"), _NO_MORE_CALLS)
                 self._let_others_ask(lambda: self._store.add(self._key("left"), 0) == self._world_size)
@@ -333,27 +308,18 @@ class RankWatch:
 
     def find_failure(self) -> _Failure | None:
         """Return the first record of another rank's failure; without one, of a rank that has left."""
-        left = None
-        for failure in self._failures():
-            if failure.how != _LEFT:
-                return failure
-            left = left or failure
-        return left
+        return min(self._failures(), key=lambda failure: failure.how == _LEFT, default=None)
 
     def _failures(self) -> Iterator[_Failure]:
         """Yield the records of other ranks' failures."""
         for number in range(1, self._store.add(self._key("failures"), 0) + 1):
-            key = self._key("failure", number)
-            # get() alone would wait for a key that is not there: the number is counted up before the record is set.
-            text = self._store.get(key).decode() if self._store.check([key]) else ""
+            # Counted up before the record is set, which may be empty once it was withdrawn.
+            text = self._read(self._key("failure", number))
             if text and (failure := _Failure(**json.loads(text))).rank != self._rank:
                 yield failure
 
     def explain(self, error: BaseException) -> ProcessGroupError | None:
-        """Return the error for a rank whose collective broke or timed out: it names the rank that did not come.
-
-        None where `error` is this rank's own.
-        """
+        """Return the error that names the rank whose fault a broken collective is; None where `error` is its own."""
         is_expired, is_broken = _classify(error)
         if not (is_expired or is_broken):
             return None
@@ -372,7 +338,7 @@ class RankWatch:
         except RuntimeError:  # the store has gone with a rank: what the thread has read before
             failure = self._found
             if failure is None:
-                failure = _Failure(0, "is gone, or the launcher", "", "", "", None, True)
+                failure = _Failure(0, "is gone, or the launcher")
                 doing += ", and the job's store cannot be reached"
         finally:
             self._position = None
@@ -392,8 +358,8 @@ class RankWatch:
                 heard = self._last_heard(rank)
                 how = "is gone without a word (killed, or its machine is)"
                 if heard is None:
-                    return _Failure(rank, how, "", "", "", None, True)
-                return _Failure(rank, f"{how}, last heard of", "", heard.section, heard.line, heard.updates, True)
+                    return _Failure(rank, how)
+                return _Failure(rank, f"{how}, last heard of", "", heard.section, heard.line, heard.updates)
         return None
 
     def _write(self, failure: _Failure, error: BaseException | None) -> None:
@@ -443,26 +409,23 @@ class RankWatch:
             self._num_answered = called
             self._found = self.find_failure()
             self.facts.look()
-            if self._store.check([self._key("end")]):
-                self._end_hung(self._store.get(self._key("end")).decode())
+            if (text := self._read(self._key("end"))) is not None:
+                self._end_hung(text)
 
     def _state(self, *, with_stack: bool) -> str:
-        where = self._position or describe_thread(self._loop_thread)
-        where = where or Whereabouts("", "", "its loop has ended", "")
-        stack = where.stack[-_LINES:] if with_stack else ""
-        last = last_collective() if with_stack else ""
-        begun = begun_collectives()
-        limit, still = self.pace.limit_seconds(where), self.pace.still_seconds
-        place = where.section, where.operation, where.line
-        state = RankState(PROGRESS.updates, begun, last, *place, stack, limit, still)
+        where = self._position or describe_thread(self._loop_thread) or Whereabouts("", "", "its loop has ended", "")
+        state = RankState(
+            PROGRESS.updates,
+            begun_collectives(),
+            last_collective() if with_stack else "",
+            *(where.section, where.operation, where.line, where.stack[-_MAX_STACK:] if with_stack else ""),
+            limit_seconds=self.pace.limit_seconds(where),
+            still_seconds=self.pace.still_seconds,
+        )
         return json.dumps(asdict(state))
 
     def _report_hang(self, seconds: float) -> float:
-        """Print where everyone is, on one of the ranks that find so: the first that comes; end all where the limit is.
-
-        Returns:
-            When to come again, in seconds without progress.
-        """
+        """Print where everyone is, on the first rank that comes, or end all; return at how many idle seconds next."""
         called = self._store.add(self._key("calls"), 0)
         mine = str(self._rank)
         # The ranks that wait find so at about the same time: one table is enough.
@@ -487,18 +450,18 @@ class RankWatch:
     def _note_silent(self, answers: list[RankState | None]) -> bool:
         """Note the ranks that do not answer; return whether some did the last time."""
         key, silent = self._key("silent"), {rank for rank, state in enumerate(answers) if state is None}
-        before = set(json.loads(self._store.get(key))) if self._store.check([key]) else set()
+        before = set(json.loads(self._read(key) or "[]"))
         self._store.set(key, json.dumps(sorted(silent)))
         return not silent <= before
 
     def _end_hung(self, text: str) -> None:
-        """End this process."""
-        where = describe_thread(self._loop_thread)
-        stack = where.stack if where is not None else ""
-        self._end(stack, f"{HangError.__module__}.{HangError.__name__}: {text}", HangError.exit_code)
+        self._end(describe_thread(self._loop_thread), HangError, text, HangError.exit_code)
 
-    def _end(self, stack: str, text: str, code: int) -> None:
-        logging.write_stderr(f"rank {self._rank} is here:\n{stack}{text}. Rank {self._rank} ends with exit code {code}")
+    def _end(self, where: Whereabouts | None, kind: type[Exception], text: str, code: int) -> None:
+        """End this process, with the lines that an error of `kind` would print."""
+        stack, error = where.stack if where is not None else "", f"{kind.__module__}.{kind.__name__}"
+        said = f"rank {self._rank} is here:\n{stack}{error}: {text}. Rank {self._rank} ends with exit code {code}"
+        logging.write_stderr(said)
         if self._hosts_store:
             self._let_others_ask(lambda: False)
         # Nothing else interrupts a collective, or any other call, in the thread of the loop.
@@ -517,10 +480,9 @@ class RankWatch:
             return
         # For ranks that wait for this one, and have no group with the one that failed.
         self._write(replace(failure, begun=begun_collectives()), None)
-        error = f"{RemoteRankError.__module__}.{RemoteRankError.__name__}"
         doing = where.operation or "a collective of its device"
         waited = f"waited in {doing} for {seconds:.0f} s (update {PROGRESS.updates}, {where.line})"
-        self._end(where.stack, f"{error}: {failure}. Rank {self._rank} has {waited}", 1)
+        self._end(where, RemoteRankError, f"{failure}. Rank {self._rank} has {waited}", 1)
 
     def _waits_on_device(self) -> bool:
         """Whether the device is in a collective that a failed rank has not begun, and the loop at one line for long."""
@@ -546,15 +508,18 @@ class RankWatch:
                     raise RuntimeError("the watch has ended, and its process waits for this thread")
                 self._answer()  # other ranks may call at the same time
             time.sleep(self._poll_seconds / 10)
-        answers: list[RankState | None] = []
-        for key in keys:
-            found = self._store.check([key])
-            answers.append(RankState(**json.loads(self._store.get(key))) if found else None)
-        return answers
+        return [self._read_state(key) for key in keys]
 
     def _last_heard(self, rank: int) -> RankState | None:
-        key = self._key("heard", rank)
-        return RankState(**json.loads(self._store.get(key))) if self._store.check([key]) else None
+        return self._read_state(self._key("heard", rank))
+
+    def _read_state(self, key: str) -> RankState | None:
+        text = self._read(key)
+        return None if text is None else RankState(**json.loads(text))
+
+    def _read(self, key: str) -> str | None:
+        # get() alone would wait for a key that is not there.
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _report(self, answers: list[RankState | None], *, is_final: bool = False) -> str:
         """Return who waits for whom; empty where nobody does, and all of them compute."""
@@ -589,6 +554,11 @@ def _short(error: BaseException) -> str:
 
 # --- of this process ------------------------------------------------------------------------------------------------
 
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+# The attribute of our hooks that has the names of all within: the outermost one is all that `sys` knows. A mark on each
+# hook alone was hidden by the next one, and a second of the same kind came on top.
+_HOOK_NAMES = "accel_trainer_hooks"
 
 _numbers = itertools.count()
 _watch: RankWatch | None = None
@@ -604,10 +574,7 @@ def start_watch(
 ) -> None:
     """Watch over the job that this process has joined; one of one rank needs nobody. Every rank calls it.
 
-    Args:
-        hang: see `RankWatch`; None leaves it, at the defaults to begin with.
-        hosts_store: see there.
-        runs_ahead: see there.
+    The arguments are those of `RankWatch`; `hang` of None leaves it, at the defaults to begin with.
     """
     global _watch
     if world_size == 1:
@@ -629,10 +596,9 @@ def start_watch(
         _watch.pace.hang = hang
 
 
-def _are_still(answers: Iterable[RankState | None], seconds: float) -> bool:
-    """Whether the ranks that are in no operation of all ranks have been where they are for so long."""
-    computing = [state for state in answers if state is not None and not state.operation]
-    return all(state.still_seconds >= seconds for state in computing)
+def _are_still(answers: list[RankState | None], seconds: float) -> bool:
+    # A rank that computes, and is in no operation of all ranks, may be slow: it must not have moved for so long.
+    return all(state.operation or state.still_seconds >= seconds for state in answers if state is not None)
 
 
 def stop_watch() -> None:
@@ -684,14 +650,13 @@ def failing_together() -> Iterator[None]:
 def unexplained_errors() -> Iterator[None]:
     """Leave errors of broken connections as they are in the block, for a caller who can tell their reason."""
     watch = _watch
-    if watch is None:
-        yield
-        return
-    watch.is_muted = True
+    if watch is not None:
+        watch.is_muted = True
     try:
         yield
     finally:
-        watch.is_muted = False
+        if watch is not None:
+            watch.is_muted = False
 
 
 def tell_soon(name: str, value: bool) -> list[bool | None]:
@@ -733,9 +698,38 @@ def _hook_errors() -> None:
                     theirs.__suppress_context__ = True
                     kind, error, trace = type(theirs), theirs, trace
             previous(kind, error, trace)
-            if isinstance(error, HangError | DesyncError):
+
+        return report
+
+    # Within the hook of this rank, which may print another rank's error in the place of its own.
+    end_with_exit_codes()
+    add_hook("errors for other ranks", make)
+
+
+def end_with_exit_codes() -> None:
+    """Have an error that nobody catches end the process with its `exit_code`, if its class has one."""
+
+    def make(previous: Hook) -> Hook:
+        def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            previous(kind, error, trace)
+            if isinstance(error, HangError | DesyncError | NonFiniteError):
                 raise SystemExit(error.exit_code)
 
         return report
 
-    add_hook("errors for other ranks", make)
+    add_hook("exit codes", make)
+
+
+def add_hook(name: str, make: Callable[[Hook], Hook]) -> None:
+    """Put a hook for errors that nobody has caught around the present one, once.
+
+    Args:
+        name: where a hook of this name is there, nothing happens.
+        make: returns the hook, given the present one.
+    """
+    previous: Hook = sys.excepthook
+    names: frozenset[str] = getattr(previous, _HOOK_NAMES, frozenset())
+    if name not in names:
+        hook = make(previous)
+        setattr(hook, _HOOK_NAMES, names | {name})
+        sys.excepthook = hook

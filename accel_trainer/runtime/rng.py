@@ -155,18 +155,13 @@ class KeptStreams:
 class OwnDraws:
     """Random numbers of this rank's own within a stream that several ranks share, which goes on alike behind them.
 
-    A function of the shared stream's state and the rank: what is computed again in a backward, or after a resume, draws
-    the same numbers again, and there is nothing to save. Ranks do not communicate.
-
-    Args:
-        device_type: of the stream; of an accelerator, that of the current device.
-        index: of this rank among those that share it.
+    A function of the shared stream's state and this rank's index among those that share it: what is computed again in a
+    backward, or after a resume, draws the same numbers again, and there is nothing to save. Ranks do not communicate.
     """
 
     def __init__(self, device_type: str, index: int) -> None:
         self.device_type, self.index = device_type, index
-        self._shared: Tensor | None = None
-        """The state of the shared stream meanwhile."""
+        self._shared: Tensor | None = None  # the state of the shared stream meanwhile
 
     def enter(self) -> None:
         """Draw own numbers from here on, until `leave`."""

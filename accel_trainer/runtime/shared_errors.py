@@ -30,7 +30,7 @@ def gather_or_raise(
 
     Args:
         section: name of the work, for the message: "save", "load".
-        value: this rank's value, picklable.
+        value: picklable.
         group: the ranks that take part; all of the job when None. A thread needs a group of its own.
 
     Raises:

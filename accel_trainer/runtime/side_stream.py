@@ -55,23 +55,13 @@ class SideStream:
         for tensor in tensors:
             tensor.record_stream(computing)
 
-    def copy_to_host(self, source: Tensor, target: Tensor) -> None:
-        """Copy a tensor into pinned memory, after all work that the computing stream has been given by now.
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy between the device and pinned memory, after all work that the computing stream has been given by now.
 
-        The values are there once an event of `mark` has passed. `source` may be dropped at once.
+        The values are there, and the host may use its side, once an event of `mark` has passed.
         """
         self._stream.wait_stream(self._streams.current_stream(self._device))
         with self.entered():
             target.copy_(source, non_blocking=True)
-        # The host may drop it at once, long before the copy has read it.
-        source.record_stream(self._stream)
-
-    def copy_from_host(self, source: Tensor, target: Tensor) -> None:
-        """Copy pinned memory onto the device, after all work that the computing stream has been given by now.
-
-        The computing stream may use `target` once it has waited for an event of `mark`; so may the host `source`.
-        """
-        self._stream.wait_stream(self._streams.current_stream(self._device))
-        with self.entered():
-            target.copy_(source, non_blocking=True)
-        target.record_stream(self._stream)
+        # The host may drop the device's side at once, long before the copy has read or written it.
+        (source if target.is_cpu else target).record_stream(self._stream)

@@ -56,13 +56,7 @@ def send_to_device(
 
 def find_batch_size(data: Any) -> int | None:
     """Return the first dimension of the first tensor that has one, or None."""
-    first = next(iter(data.values()), None) if isinstance(data, dict) else None
-    if isinstance(first, Tensor) and first.ndim > 0:  # nearly every batch: no need to walk through it
-        return first.shape[0]
-    for leaf in leaves(data, is_leaf=is_tensor):
-        if is_tensor(leaf) and leaf.ndim > 0:
-            return leaf.shape[0]
-    return None
+    return next((leaf.shape[0] for leaf in leaves(data, is_leaf=is_tensor) if is_tensor(leaf) and leaf.ndim), None)
 
 
 def concatenate(data: Sequence[Any], dim: int = 0, *, pad_index: float | None = None) -> Any:
@@ -113,12 +107,8 @@ def recursively_apply(
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Return a structure with a slice along dim 0 of each tensor, as views.
-
-    Args:
-        process_index: not used; the signature is that of a loader's `slice_fn_for_dispatch`.
-        num_processes: not used, likewise.
-    """
+    """Return a structure with a slice along dim 0 of each tensor, as views; the other arguments are not used."""
+    # They are those of a loader's `slice_fn_for_dispatch`.
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
@@ -165,11 +155,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Return a structure whose tensors of `batch_size` along `dim` repeat their last row up to a multiple.
-
-    Args:
-        num_processes: the number that the padded size is a multiple of.
-    """
+    """Return a structure whose tensors of `batch_size` along `dim` repeat their last row up to a multiple."""
     missing = -batch_size % num_processes
 
     def pad(each: Tensor) -> Tensor:

@@ -76,21 +76,16 @@ PRIVATE_NAMES = {
     "torch.distributed.distributed_c10d._get_default_group": _REFUSED,
     "torch.distributed.distributed_c10d._get_default_store": f"{_REFUSED}: by find_executable_batch_size()",
     "torch.distributed.distributed_c10d._world": f"{_REFUSED}: by find_executable_batch_size() on accelerators",
-    f"{_AGENT}._shutdown": (
-        "overridden in launch/torchrun.py: workers would get signals from torch, which waits 30 s and loses their codes"
-    ),
-    f"{_AGENT}._start_workers": (
-        "overridden in launch/torchrun.py: a failed worker would be reported after the others' end only"
-    ),
-    f"{_AGENT}._rendezvous": (
-        "overridden in launch/torchrun.py: no heartbeat between machines, and as many ranks after a loss as before"
-    ),
-    f"{_AGENT}._monitor_workers": (
-        "overridden in launch/torchrun.py: codes 76, 85 and 93 would start the workers again"
-    ),
-    f"{_AGENT}._exit_barrier": (
-        "overridden in launch/torchrun.py: a machine would wait 300 s for the others' workers, and no longer"
-    ),
+    **{
+        f"{_AGENT}.{name}": f"overridden in launch/torchrun.py: {consequence}"
+        for name, consequence in {
+            "_shutdown": "workers would get signals from torch, which waits 30 s and loses their codes",
+            "_start_workers": "a failed worker would be reported after the others' end only",
+            "_rendezvous": "no heartbeat between machines, and as many ranks after a loss as before",
+            "_monitor_workers": "codes 76, 85 and 93 would start the workers again",
+            "_exit_barrier": "a machine would wait 300 s for the others' workers, and no longer",
+        }.items()
+    },
     f"{_AGENT}._remaining_restarts": (f"{_REFUSED}: jobs on several ranks, by `accel-trainer launch`"),
     "torch.distributed.nn.functional.all_reduce.__defaults__": "nothing to forget: no function holds the group",
     "torch.distributed.tensor.DTensor._spec": "DTensor.from_local() derives the layout again, in ten times the time",
@@ -318,10 +313,8 @@ def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
 
 
 def exposed_exchange_seconds(replicas: nn.parallel.DistributedDataParallel) -> float | None:
-    """Return the mean time from the last gradient to the end of the exchange; None where DDP has measured none yet.
-
-    DDP takes the times of its first ten exchanges and of every hundredth one after them, whoever asks.
-    """
+    """Return the mean time from the last gradient to the end of the exchange; None where DDP has measured none yet."""
+    # DDP takes the times of its first ten exchanges and of every hundredth one after them, whoever asks.
     read = getattr(replicas, "_get_ddp_logging_data", None)
     times = {} if read is None else read()
     exchange = times.get("avg_backward_comm_time", 0)  # nanoseconds

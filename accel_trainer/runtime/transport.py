@@ -21,19 +21,8 @@ mark_collectives(__file__)
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # What gloo carries. Other dtypes (int16, float8, uint32 ...) travel as their bytes.
-SENDABLE_DTYPES = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    }
-)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+SENDABLE_DTYPES = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool))
 
 
 def map_tensors(name: str, function: Callable[[Tensor], Tensor], data: Any) -> Any:

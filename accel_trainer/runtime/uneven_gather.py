@@ -48,8 +48,7 @@ def gather_known_rows(data: Any, sizes: Sequence[int], process: ProcessContext, 
 
     Raises:
         ConfigError: a tensor does not have the rows that `sizes` promises.
-        ProcessGroupError: those of another rank do not, or have another number of rows for a sample; with `debug`, the
-            ranks' tensors do not fit together in another way.
+        ProcessGroupError: those of another rank do not, or differ; with `debug`, in their other dimensions or dtypes.
     """
     if len(sizes) != process.world_size:
         raise ConfigError(f"got {len(sizes)} sizes for {process.world_size} ranks; give one for each rank")
@@ -101,33 +100,23 @@ def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | 
     first, as one object. `pad_index` fills all dimensions but the first up to the largest size over the ranks; None
     fills nothing: a tensor becomes a list with each of its rows over all ranks, in the shape that it had.
     """
-    tensors = tensors_of("gather", data)
-    for tensor in tensors:
+    for tensor in tensors_of("gather", data):
         check_pad_value(pad_index or 0, tensor.dtype)
-    return _gather_exchanged(data, tensors, describe_rows(tensors, None), process, pad_index)
+    return _gather_exchanged(data, describe_rows(tensors_of("gather", data), None), process, pad_index)
 
 
 @names_failed_rank
 def gather_unknown_rows(data: Any, process: ProcessContext) -> Any:
-    """Concatenate tensors that differ between ranks in their first dimension alone, by sizes that no rank knows before.
-
-    Collective, as `gather_any_shapes`.
-    """
-    tensors = tensors_of("gather", data)
-    tails = [f"has rows of {tuple(tensor.shape[1:])} and {tensor.dtype}" for tensor in tensors]
-    return _gather_exchanged(data, tensors, tails, process, 0, way_out=UNEVEN_HINT)
+    """Concatenate tensors that differ in their first dimension alone, unknown beforehand; as `gather_any_shapes`."""
+    tails = [f"has rows of {tuple(tensor.shape[1:])} and {tensor.dtype}" for tensor in tensors_of("gather", data)]
+    return _gather_exchanged(data, tails, process, 0, way_out=UNEVEN_HINT)
 
 
 def _gather_exchanged(
-    data: Any,
-    tensors: Sequence[Tensor],
-    words: Sequence[str],
-    process: ProcessContext,
-    pad_index: float | None,
-    way_out: str = "",
+    data: Any, words: Sequence[str], process: ProcessContext, pad_index: float | None, way_out: str = ""
 ) -> Any:
     note_call("gather", process)
-    own = [tuple(tensor.shape) or (1,) for tensor in tensors]
+    own = [tuple(tensor.shape) or (1,) for tensor in tensors_of("gather", data)]
     shapes = iter(zip(*check_same_call("gather", words, process, value=own, way_out=way_out), strict=True))
     return map_tensors("gather", lambda tensor: _gather_shapes(tensor, next(shapes), process, pad_index), data)
 
@@ -155,7 +144,6 @@ def _gather_rows(tensor: Tensor, sizes: Sequence[int], process: ProcessContext) 
 def _gather_shapes(
     tensor: Tensor, shapes: Sequence[tuple[int, ...]], process: ProcessContext, pad_index: float | None
 ) -> Any:
-    """Gather a tensor that has `shapes[r]` on rank r."""
     blocks = _gather_blocks(tensor if tensor.ndim else tensor[None], shapes, process, pad_index or 0)
     if pad_index is None:
         tails = [tuple(map(slice, shape[1:])) for shape in shapes]
@@ -197,11 +185,9 @@ class _Offer:
     """Of each leaf; None for a column."""
     shapes: list[list[tuple[int, ...]]]
     """Of each leaf that is no column, one for each step."""
+    num_dims: list[int]
+    """Of each leaf; 0 for a column."""
     misfit: str | None
-
-    def num_dimensions(self) -> list[int]:
-        """Return those of each leaf; 0 for a column."""
-        return [len(shapes[0]) if shapes else 0 for shapes in self.shapes]
 
 
 @names_failed_rank
@@ -229,7 +215,9 @@ def gather_steps(steps: Sequence[Any], process: ProcessContext, device: torch.de
     for index, dtype in enumerate(offers[0].dtypes):
         values = own[index] if own else ()
         if dtype is None:
-            gathered.append(_gather_columns(values, process))
+            columns = [send_to_device(list(column), "cpu") for column in values]
+            by_step = zip_longest(*check_same_call("gather", (), process, value=columns), fillvalue=())
+            gathered.append([entry for step in by_step for entry in chain.from_iterable(step)])
         else:
             shapes = [[] if offer is None else offer.shapes[index] for offer in everyone]
             gathered.append(_gather_leaf(values, shapes, dtype, process, device))
@@ -238,10 +226,7 @@ def gather_steps(steps: Sequence[Any], process: ProcessContext, device: torch.de
 
 
 def _exchange_offers(steps: Sequence[Any], process: ProcessContext) -> tuple[list[Any], list[Any]]:
-    """Return this rank's leaves, each over all steps, and the offer of every rank: None for one without steps.
-
-    Collective; on all ranks a ConfigError where the steps of one, or those of two, do not fit together.
-    """
+    """Return this rank's leaves, each over all steps, and each rank's offer: None without steps. Collective."""
     by_step = [[_as_leaf(leaf) for leaf in leaves(step, is_leaf=_is_leaf)] for step in steps]
     misfit = _find_misfit(steps, by_step) if process.is_distributed or len(steps) > 1 else None
     own = list(zip(*by_step, strict=True)) if misfit is None else []
@@ -249,7 +234,7 @@ def _exchange_offers(steps: Sequence[Any], process: ProcessContext) -> tuple[lis
     offers = [offer for offer in everyone if offer is not None]
     # Behind the exchange, of which a misfit is a part: all ranks refuse alike, and none waits for one that has raised.
     _refuse(offer.misfit for offer in offers)
-    _refuse([_compare([offer.num_dimensions() for offer in offers])])
+    _refuse([_compare([offer.num_dims for offer in offers])])
     return own, everyone
 
 
@@ -273,13 +258,8 @@ def _describe(steps: Sequence[Any], own: Sequence[Sequence[Any]], misfit: str | 
     structure = map_leaves(lambda leaf: None, steps[0], is_leaf=_is_leaf)
     dtypes = [values[0].dtype if isinstance(values[0], Tensor) else None for values in own]
     shapes = [[tuple(value.shape) for value in values if isinstance(value, Tensor)] for values in own]
-    return _Offer(structure, dtypes, shapes, misfit)
-
-
-def _gather_columns(own: Sequence[Column], process: ProcessContext) -> list[Any]:
-    """Return one column's entries of every rank. Collective."""
-    by_rank = check_same_call("gather", (), process, value=[send_to_device(list(column), "cpu") for column in own])
-    return [entry for step in zip_longest(*by_rank, fillvalue=()) for entry in chain.from_iterable(step)]
+    num_dims = [len(of_leaf[0]) if of_leaf else 0 for of_leaf in shapes]
+    return _Offer(structure, dtypes, shapes, num_dims, misfit)
 
 
 def _gather_leaf(

@@ -9,16 +9,17 @@ import operator
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, chain, repeat, takewhile
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, TypeVar
 
 F = TypeVar("F")
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_FOLDERS = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+# How paths begin that are no code of the user's.
+_LIBRARIES = ("<", str(Path(__file__).resolve().parents[1]), *_FOLDERS)
 # Of others: by the end of a file's path and the names of its functions, none for all, what runs within.
 _SECTIONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("torch/utils/data/", (), "data loading"),
@@ -85,7 +86,7 @@ class Whereabouts:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """Where a rank is, as it stands in the job's store."""
+    """Where a rank is, as it stands in the job's store; section to stack are those of `Whereabouts`."""
 
     updates: int
     begun: dict[str, int]
@@ -103,13 +104,10 @@ class RankState:
 
 
 class _Call(NamedTuple):
-    """One line of a stack."""
-
     path: str
     name: str
     line: int
-    first_line: int
-    """Of the function."""
+    first_line: int  # of the function
 
 
 # Another thread's frames are read at once, and none is held: one held beyond its return keeps its variables, and
@@ -182,7 +180,9 @@ def _section(call: _Call, caller: _Call | None) -> str:
 
 
 def _operation(calls: list[_Call]) -> str:
-    waiting = list(takewhile(_waits, _innermost_first(calls))) if calls and _waits(calls[-1]) else []
+    # torch/distributed/c10d_logger.py and contextlib stand around each collective.
+    innermost_first = (call for call in reversed(calls) if not call.path.endswith("contextlib.py"))
+    waiting = list(takewhile(_waits, innermost_first)) if calls and _waits(calls[-1]) else []
     if not waiting:
         return ""
     names = [call.name for call in waiting if _COLLECTIVES in call.path]
@@ -193,11 +193,6 @@ def _operation(calls: list[_Call]) -> str:
     outermost = waiting[-1]
     name = "backward" if outermost.name == "_engine_run_backward" else outermost.name
     return _marked_waits.get((outermost.path, outermost.first_line), name)
-
-
-def _innermost_first(calls: list[_Call]) -> Iterator[_Call]:
-    # torch/distributed/c10d_logger.py and contextlib stand around each collective.
-    return (call for call in reversed(calls) if not call.path.endswith("contextlib.py"))
 
 
 def _waits(call: _Call) -> bool:
@@ -211,22 +206,15 @@ def _waits(call: _Call) -> bool:
 def _line(calls: list[_Call]) -> str:
     if not calls:
         return "an unknown line"
-    own = [call for call in calls if not _is_librarys(call.path)]
+    own = [call for call in calls if not (call.path.startswith(_LIBRARIES) or "site-packages" in call.path)]
     call = (own or calls)[-1]
     return f"{call.name} ({Path(call.path).name}:{call.line})"
-
-
-@cache
-def _is_librarys(path: str) -> bool:
-    folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return path.startswith(("<", _PACKAGE, *folders)) or "site-packages" in path
 
 
 # --- who waits for whom ---------------------------------------------------------------------------------------------
 
 _SILENT = "stopped, killed, or in a call that keeps the interpreter's lock"
-_MAX_RANKS = 16
-"""Of a report."""
+_MAX_REPORTED_RANKS = 16
 
 
 def describe_ranks(
@@ -248,14 +236,13 @@ def describe_ranks(
         return ""
     absent = absent or sorted(set(range(len(answers))).difference(waiting))
     lines = [_headline(absent, waiting, answers, most) + failure]
-    for rank in sorted(range(len(answers)), key=lambda rank: rank not in absent)[:_MAX_RANKS]:
+    for rank in sorted(range(len(answers)), key=lambda rank: rank not in absent)[:_MAX_REPORTED_RANKS]:
         has_stack = rank in absent or not absent
         lines += _describe_state(rank, heard[rank], group, is_silent=rank in silent, has_stack=has_stack)
     return "\n".join(lines)
 
 
 def _behind(states: list[RankState | None], group: str, most: int) -> list[int]:
-    """Return the ranks that have begun fewer collectives of a group than the most."""
     return [rank for rank, state in enumerate(states) if state is not None and state.begun.get(group, most) < most]
 
 

@@ -30,8 +30,8 @@ from accel_trainer.config import Resolved, RunConfig
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.comm_hooks import CommHook
+from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.local_replicas import LocalReplicas
-from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.parameter_state.base_io import CheckpointIO
 
 __all__ = [
@@ -288,7 +288,11 @@ class TrainUnit(Protocol):
 
 
 class Strategy(Protocol):
-    """A way to shard or replicate a module over the ranks."""
+    """A way to shard or replicate a module over the ranks.
+
+    A class that inherits from this one has its defaults: those of an engine that needs nothing done before models are
+    built, and whose ranks all read data of their own.
+    """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
@@ -296,11 +300,12 @@ class Strategy(Protocol):
     def check_config(self, resolved: Resolved, world_size: int) -> None:
         """Refuse a configuration that contradicts itself. The launcher asks, before it starts any rank.
 
-        Values that only a script or its data know may be missing.
+        Values that only a script or its data know may be missing. By default nothing is refused.
 
         Raises:
             ConfigError: an option, whatever the script does.
         """
+        return
 
     def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
         """Bring the engine up before models are built. Collective: called once on every rank that has joined.
@@ -311,6 +316,7 @@ class Strategy(Protocol):
         Raises:
             ConfigError: the two contradict each other, or the engine cannot run here.
         """
+        return resolved
 
     def readers(self, resolved: Resolved, process: ProcessContext) -> ProcessContext:
         """Return this process among the ranks that read different data. Collective: called once on every rank.
@@ -321,12 +327,14 @@ class Strategy(Protocol):
         Raises:
             ConfigError: the sizes of the mesh do not make this job.
         """
+        return process
 
     def building(self, in_pieces: bool) -> AbstractContextManager[None]:
         """Return the context in which models are built in pieces or in full, where the strategy builds them in pieces.
 
         Not collective: rank 0 alone may build a full model in it.
         """
+        return nullcontext()
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a job that cannot be prepared as asked. Not collective; changes nothing.
@@ -345,20 +353,5 @@ class Strategy(Protocol):
         """
 
 
-class BaseStrategy:
-    """Defaults of `Strategy`, for engines that need nothing done before models are built."""
-
-    def check_config(self, resolved: Resolved, world_size: int) -> None:
-        """Refuse nothing: the configuration itself is checked where it is resolved."""
-
-    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
-        """Return the configuration as it is."""
-        return resolved
-
-    def readers(self, resolved: Resolved, process: ProcessContext) -> ProcessContext:
-        """Return the process: every rank reads data of its own."""
-        return process
-
-    def building(self, in_pieces: bool) -> AbstractContextManager[None]:
-        """Return an empty context: models are built in full."""
-        return nullcontext()
+class BaseStrategy(Strategy):
+    """Base of the engines of the package, with the defaults of `Strategy`."""

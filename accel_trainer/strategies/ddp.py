@@ -20,30 +20,18 @@ from accel_trainer.runtime.torch_private import abandon_exchange, exposed_exchan
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, StepOutcome, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
-from accel_trainer.strategies.gradients import has_any, leaves_of
+from accel_trainer.strategies.gradients import LossScale, has_any, leaves_of
 from accel_trainer.strategies.local_replicas import LocalReplicas
-from accel_trainer.strategies.loss_scale import LossScale
 from accel_trainer.strategies.optimizers import check_frozen
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
-from accel_trainer.strategies.single import (
-    NativeUnit,
-    check_optimizers,
-    prepare_module,
-    require_values,
-    with_optimizers,
-)
+from accel_trainer.strategies.single import NativeUnit, check_optimizers, prepare_module, require_values
 
 
 class DDPUnit(NativeUnit):
     """A module replicated over the ranks."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        module: nn.Module,
-        loss_scale: LossScale | None = None,
-        *,
-        updates_locally: bool = False,
+        self, model: nn.Module, module: nn.Module, loss_scale: LossScale | None = None, *, updates_locally: bool = False
     ) -> None:
         """Take a model that is wrapped, or one whose gradients nobody averages.
 
@@ -56,7 +44,6 @@ class DDPUnit(NativeUnit):
         # A static graph is learnt in the first backward, which fails where it does not exchange. The mean of gradients
         # that are averaged already is the same, so a window may exchange once more.
         self._must_sync = self._replicas is not None and self._replicas.static_graph
-        self.local_replicas = None
         self._has_exchanged = False
         self._frozen = () if self._replicas is None else tuple(p for p in module.parameters() if not p.requires_grad)
         """Parameters that DDP averages no gradients of."""
@@ -74,8 +61,14 @@ class DDPUnit(NativeUnit):
         """
         check_frozen(self.module, self._frozen, "DDP would leave its gradients unlike on each rank")
         if self._replicas is not None:
-            if self._has_exchanged:
-                self._refuse_second_exchange(loss)
+            # DDP exchanges in the first backward alone: the second adds this rank's own gradients to the mean, and
+            # replicas drift apart without a word.
+            if self._has_exchanged and has_any(self.module, leaves_of(loss)):
+                raise ConfigError(
+                    f"backward() was called a second time after one forward of {type(self.module).__name__}, and DDP "
+                    "exchanges gradients in the first only; add the losses and call backward() once, or use strategy "
+                    "'fsdp2'"
+                )
             if kwargs.get("retain_graph") and self._replicas.require_backward_grad_sync:
                 self._note_exchange(self._replicas)
         super().backward(loss, **kwargs)
@@ -90,17 +83,6 @@ class DDPUnit(NativeUnit):
         if not self._has_exchanged:
             self._has_exchanged = True
             handle = replicas.register_forward_pre_hook(forget)
-
-    def _refuse_second_exchange(self, loss: Tensor) -> None:
-        """Refuse a second backward of one forward."""
-        # DDP exchanges in the first one alone: the second adds this rank's own gradients to the mean, and replicas
-        # drift apart without a word.
-        if has_any(self.module, leaves_of(loss)):
-            raise ConfigError(
-                f"backward() was called a second time after one forward of {type(self.module).__name__}, and DDP "
-                "exchanges gradients in the first only; add the losses and call backward() once, or use strategy "
-                "'fsdp2'"
-            )
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Exchange gradients in the next backward, or keep them local. The setter that DDP.no_sync() itself uses."""
@@ -165,12 +147,8 @@ class DDPUnit(NativeUnit):
 def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
     """Return DistributedDataParallel's keyword arguments: the configuration's, overridden by those given in Python."""
     config = job.config.ddp
-    options: dict[str, Any] = {
-        "find_unused_parameters": config.find_unused_parameters,
-        "bucket_cap_mb": config.bucket_cap_mb,
-        "static_graph": config.static_graph,
-        "gradient_as_bucket_view": config.gradient_as_bucket_view,
-    }
+    names = ("find_unused_parameters", "bucket_cap_mb", "static_graph", "gradient_as_bucket_view")
+    options: dict[str, Any] = {name: getattr(config, name) for name in names}
     if not config.broadcast_buffers:
         # torch 2.13 renamed the option and warns about the old name.
         renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
@@ -202,20 +180,20 @@ class DDPStrategy(BaseStrategy):
         """
         self.check(job, precision, process)
         # A model that the user has wrapped is taken as it is; wrapping it twice would average gradients twice.
-        wrapped = job.model if isinstance(job.model, DistributedDataParallel) else None
-        module = wrapped.module if wrapped is not None else job.model
+        model = job.model
+        is_wrapped = isinstance(model, DistributedDataParallel)
+        module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         prepare_module(module, job, precision, process)
-        model = wrapped if wrapped is not None else module
         trains = any(parameter.requires_grad for parameter in module.parameters()) and not job.evaluation_only
-        if trains and wrapped is None and process.backend is not None:
+        if trains and not is_wrapped and process.backend is not None:
             model = DistributedDataParallel(module, **build_ddp_options(job, process))
             if job.comm_hook is not None:
                 job.comm_hook.register(model)
-        elif wrapped is None and process.is_distributed:
+        elif not is_wrapped and process.is_distributed:
             # What DDP does when it wraps: ranks that built the model from other seeds would evaluate other models.
             broadcast_module_states(module, process.device)
         updates_locally = job.config.local_steps is not None
-        return with_optimizers(DDPUnit(model, module, job.loss_scale, updates_locally=updates_locally), job)
+        return DDPUnit(model, module, job.loss_scale, updates_locally=updates_locally).with_optimizers(job)
 
 
 def _outlive_reducer(model: DistributedDataParallel) -> None:

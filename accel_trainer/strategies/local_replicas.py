@@ -286,8 +286,8 @@ class LocalReplicas:
 
 def _entry(held: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a part of an optimizer's state in an order of its own, without parameters and their state."""
-    own = [(key, value) for key, value in held.items() if key != "params" and not isinstance(key, Tensor)]
-    return dict(sorted(own, key=lambda item: repr(item[0])))
+    keys = [key for key in held if key != "params" and not isinstance(key, Tensor)]
+    return {key: held[key] for key in sorted(keys, key=repr)}
 
 
 def _sort_out(entries: Sequence[Mapping[Any, Any]]) -> tuple[list[Tensor], list[int]]:
@@ -322,11 +322,11 @@ def _on_cpu(entry: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _placed(value: Any, before: Any, parameter: Tensor | None) -> Any:
     """Move a received tensor to where this rank has kept it; else to its parameter, where it has the same shape."""
+    if not isinstance(value, Tensor):
+        return value
     if isinstance(before, Tensor):
-        return _on(value, before.device)
-    if isinstance(value, Tensor) and parameter is not None and value.shape == parameter.shape:
-        return value.to(parameter.device)
-    return value
+        return value.to(before.device)
+    return value.to(parameter.device) if parameter is not None and value.shape == parameter.shape else value
 
 
 def require_replicas(

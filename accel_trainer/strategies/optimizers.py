@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer.errors import ConfigError
-
-# A C function for map(): check_frozen() runs in every backward.
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -63,8 +59,7 @@ def check_kind(optimizer: Optimizer, unsupported: Mapping[str, str], strategy: s
 
 def check_frozen(model: nn.Module, frozen: Sequence[nn.Parameter], why: str) -> None:
     """Refuse to train a parameter that was frozen when its model was prepared; `why` it would go wrong."""
-    if any(map(_REQUIRES_GRAD, frozen)):
-        unfrozen = {id(parameter) for parameter in frozen if parameter.requires_grad}
+    if unfrozen := {id(parameter) for parameter in frozen if parameter.requires_grad}:
         name = next((name for name, parameter in model.named_parameters() if id(parameter) in unfrozen), "a parameter")
         raise ConfigError(
             f"{name!r} of {type(model).__name__} was frozen when the model was prepared, and is trained now: {why}. "

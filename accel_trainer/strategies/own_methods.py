@@ -19,8 +19,6 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.strategies.api import CheckpointIO
 
-_MERGES = ("merge_and_unload", "merge_adapter")
-
 
 def gather_in_save_pretrained(model: nn.Module, process: ProcessContext, io: Callable[[], CheckpointIO] | None) -> None:
     """Have the model's own `save_pretrained`, if it has one, write full weights. Nothing is communicated here.
@@ -44,7 +42,7 @@ def refuse_merges(model: nn.Module) -> None:
         )
 
     if adapter_folders(model):
-        for name in _MERGES:
+        for name in ("merge_and_unload", "merge_adapter"):
             setattr(model, name, refuse)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from accel_trainer.strategies.api import (
     TrainUnit,
 )
 from accel_trainer.strategies.compile import apply_compile
-from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.optimizers import check_disjoint, check_optimizer_belongs
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO, state_follows_parameters
 
@@ -132,9 +132,7 @@ class NativeUnit(TrainUnit):
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Bound the global gradient norm; return it as it was before. See `gradients.clip_grad_norm`."""
-        if self._scale is not None:
-            parameters = self._unscaled(parameters)
-        return gradients.clip_grad_norm(parameters, max_norm, norm_type)
+        return gradients.clip_grad_norm(self._unscaled(parameters), max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element."""
@@ -165,7 +163,7 @@ class NativeUnit(TrainUnit):
                 stepping.step()
             else:
                 stepping.step(closure)
-            return _APPLIED
+            return StepOutcome(applied=True)
         if closure is not None:
             raise ConfigError(
                 f"{type(stepping).__name__}.step(closure) cannot be combined with fp16, whose losses are scaled: "
@@ -192,6 +190,12 @@ class NativeUnit(TrainUnit):
         state_follows_parameters(optimizer, self.module.parameters())
         self.optimizers.append(optimizer)
 
+    def with_optimizers(self, job: TrainJob) -> Self:
+        """Take the job's optimizers, and return the unit."""
+        for optimizer in job.optimizers:
+            self.bind_optimizer(optimizer)
+        return self
+
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
         return TorchCheckpointIO(self.module, self.optimizers)
@@ -203,17 +207,6 @@ class NativeUnit(TrainUnit):
     def _gradient_bytes(self) -> int:
         """Size of this rank's own gradients, which have not been exchanged yet."""
         return sum(gradient.nbytes for gradient in gradients.gradients_of(self.module.parameters()))
-
-
-_APPLIED = StepOutcome(applied=True)
-Unit = TypeVar("Unit", bound=NativeUnit)
-
-
-def with_optimizers(unit: Unit, job: TrainJob) -> Unit:
-    """Bind the job's optimizers to a unit, and return it."""
-    for optimizer in job.optimizers:
-        unit.bind_optimizer(optimizer)
-    return unit
 
 
 class SingleStrategy(BaseStrategy):
@@ -232,4 +225,4 @@ class SingleStrategy(BaseStrategy):
         """Place the model and put autocast on it; the returned unit's model is the user's own object."""
         self.check(job, precision, process)
         prepare_module(job.model, job, precision, process)
-        return with_optimizers(NativeUnit(job.model, job.model, job.loss_scale), job)
+        return NativeUnit(job.model, job.model, job.loss_scale).with_optimizers(job)

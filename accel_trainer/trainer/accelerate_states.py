@@ -43,21 +43,19 @@ def share_accelerator(accelerator: Accelerator) -> None:
     module = sys.modules.get(_MODULE)
     if module is None:
         return
-    # Into the dictionaries that all instances share: a constructor would choose device and process group itself.
     state = accelerator.state
     process = _describe_process(module, state)
-    for shown in (module.PartialState._shared_state, module.AcceleratorState._shared_state):
-        shown.clear()
-        shown.update(process)
-    module.AcceleratorState._shared_state.update(
-        _mixed_precision=state.mixed_precision,
-        deepspeed_plugins=state.deepspeed_plugin,
-        fsdp_plugin=state.fsdp_plugin,
-        parallelism_config=state.parallelism_config,
-        device_mesh=None,
-        dynamo_plugin=None,
-        torch_tp_plugin=None,
-    )
+    settings = {
+        "_mixed_precision": state.mixed_precision,
+        "deepspeed_plugins": state.deepspeed_plugin,
+        "fsdp_plugin": state.fsdp_plugin,
+        "parallelism_config": state.parallelism_config,
+        **dict.fromkeys(("device_mesh", "dynamo_plugin", "torch_tp_plugin")),
+    }
+    # Into the dictionaries that all instances share: a constructor would choose device and process group itself.
+    for shown, content in ((module.PartialState, process), (module.AcceleratorState, process | settings)):
+        shown._shared_state.clear()
+        shown._shared_state.update(content)
 
 
 def _describe_process(module: Any, state: PartialState) -> dict[str, Any]:

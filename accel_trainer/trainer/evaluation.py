@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers.trainer_callback import TrainerCallback
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 from transformers.utils import logging
@@ -26,7 +25,8 @@ from accel_trainer.runtime.tensor_trees import is_tensor, send_to_device
 from accel_trainer.runtime.uneven_gather import Column, gather_steps
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.compile import reuses_outputs
-from accel_trainer.trainer.loss import counting_locally, counts_by_rows
+from accel_trainer.trainer.arguments.training_arguments import setting
+from accel_trainer.trainer.loss import counts_by_rows
 from accel_trainer.tree import map_leaves
 
 if TYPE_CHECKING:
@@ -54,12 +54,11 @@ class _Results:
     def add(self, step: Any) -> None:
         """Keep a step's result; None means that there is none of this kind."""
         if step is not None:
-            self.steps.append(step if isinstance(step, Tensor) else _mark_columns(step, self.lists_are_columns))
+            self.steps.append(_mark_columns(step, self.lists_are_columns))
 
     def offload(self) -> None:
         """Move the steps that came since the last call to the CPU."""
-        for index in range(self.num_offloaded, len(self.steps)):
-            self.steps[index] = send_to_device(self.steps[index], "cpu")
+        self.steps[self.num_offloaded :] = send_to_device(self.steps[self.num_offloaded :], "cpu")
         self.num_offloaded = len(self.steps)
 
 
@@ -107,15 +106,6 @@ def _to_vector(values: Sequence[Tensor | float]) -> Tensor:
     return vector
 
 
-def _log_start(trainer: Trainer, dataloader: DataLoader, description: str) -> None:
-    logger.info(f"\n***** Running {description} *****")
-    if has_length(dataloader):
-        logger.info(f"  Num examples = {trainer.num_examples(dataloader)}")
-    else:
-        logger.info("  Num examples: Unknown")
-    logger.info(f"  Batch size = {trainer.args.eval_batch_size}")
-
-
 _Batch = tuple[Any, int | None, bool]
 """The inputs, this rank's samples in them, and whether it is the last step.
 
@@ -126,31 +116,22 @@ None samples: not known. 0: the batch was lent to a rank that has none, so that 
 def _batches(dataloader: Any, rank: int, num_ranks: int) -> Iterator[_Batch]:
     """Yield this rank's batches. No row of a batch with samples is padding: the loader fills nothing up."""
     if not hasattr(dataloader, "without_filling"):
-        yield from _unplanned_batches(dataloader)
+        # Not prepared by the Accelerator: every row counts, on every rank.
+        iterator = iter(dataloader)
+        upcoming = next(iterator, None)
+        while upcoming is not None:
+            current, upcoming = upcoming, next(iterator, None)
+            yield current, find_batch_size(current), upcoming is None
         return
-    plan, samples, is_last = None, None, False
     with dataloader.without_filling():
         for inputs in dataloader:
-            if plan is None or plan is not dataloader.rows:  # nearly all steps share one plan
-                plan = dataloader.rows
-                is_last = plan is not None and plan.is_last
-                samples = None
-                if plan is not None:
-                    # A sampler of one's own may know its rank: the plan is then this rank's alone.
-                    samples = plan.rows[rank] if len(plan.rows) == num_ranks else plan.num_samples
+            plan, samples = dataloader.rows, None
+            if plan is not None:
+                # A sampler of one's own may know its rank: the plan is then this rank's alone.
+                samples = plan.rows[rank] if len(plan.rows) == num_ranks else plan.num_samples
             if samples is None or (samples and dataloader.yields_items):
-                yield inputs, find_batch_size(inputs), is_last
-            else:
-                yield inputs, samples, is_last
-
-
-def _unplanned_batches(dataloader: DataLoader) -> Iterator[_Batch]:
-    """Yield the batches of a loader that the Accelerator did not prepare: every row counts, on every rank."""
-    iterator = iter(dataloader)
-    upcoming = next(iterator, None)
-    while upcoming is not None:
-        current, upcoming = upcoming, next(iterator, None)
-        yield current, find_batch_size(current), upcoming is None
+                samples = find_batch_size(inputs)
+            yield inputs, samples, plan is not None and plan.is_last
 
 
 class _Pass:
@@ -165,9 +146,6 @@ class _Pass:
         # What a collator makes a list of has one entry for each sample; a model's list is a structure, unless said.
         self.losses, self.labels, self.inputs = _Results(), _Results(), _Results()
         self.predictions = _Results(lists_are_columns=self.args.eval_use_gather_object)
-        self.shares_sequences = trainer.accelerator.config.parallel.sequence_size > 1
-        self.counts_by_rows = counts_by_rows(trainer.model)
-        self.reuses_outputs = reuses_outputs(trainer.accelerator.config.compile)
         self.mean_loss = _MeanLoss()
         self.num_samples = 0
         self.metrics: dict[str, Any] | None = None
@@ -192,15 +170,16 @@ class _Pass:
 
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
         """Return loss, logits and labels of one batch, in memory that the next batch leaves alone."""
-        if loss_only and self.shares_sequences and isinstance(inputs, dict):
+        config = self.trainer.accelerator.config
+        if loss_only and config.parallel.sequence_size > 1 and isinstance(inputs, dict):
             inputs = {**inputs, "skip_logits": True}  # as upstream asks of models with liger's kernels
         loss, logits, labels = self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
-        if self.reuses_outputs:
-            loss, logits = map_leaves(_copied, (loss, logits), is_leaf=is_tensor)
+        if reuses_outputs(config.compile):
+            # torch.compile's CUDA graphs write the next batch's results into the same memory.
+            loss, logits = map_leaves(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, (loss, logits))
         return loss, logits, labels
 
     def _preprocess(self, logits: Any, labels: Any) -> Any:
-        """Return the logits as the user wants them to be kept."""
         preprocess = self.trainer.preprocess_logits_for_metrics
         return logits if logits is None or preprocess is None else preprocess(logits, labels)
 
@@ -218,13 +197,13 @@ class _Pass:
         if not isinstance(inputs, Mapping):
             return None
         names = ("shift_labels", "labels", *self.trainer.label_names)
-        return next((target for target in map(inputs.get, names) if target is not None), None)
+        return next((inputs[name] for name in names if inputs.get(name) is not None), None)
 
     def _weight(self, inputs: Any, targets: Any, samples: int) -> Tensor | float:
         """Return how often the mean loss of a batch counts: by its label tokens, else by rows, else by samples."""
         if self.args.eval_loss_weighting == "batch" or not isinstance(targets, Tensor) or not targets.ndim:
             return float(samples)
-        if self.counts_by_rows:
+        if counts_by_rows(self.trainer.model):
             return float(len(targets))
         if targets.is_floating_point():
             return float(targets.numel())
@@ -271,15 +250,6 @@ class _Pass:
             return to_numpy(gather_steps(results.steps, readers))
         return [to_numpy(gather_steps(results.steps[index : index + 1], readers)) for index in range(num_steps)]
 
-    def count_samples(self) -> int:
-        """Return the number of samples over all ranks. Collective."""
-        return sum(gather_object([self.num_samples], self.trainer.accelerator.readers))
-
-
-def _hears_steps(callback: TrainerCallback) -> bool:
-    """Whether a callback does something at each step of an evaluation: the progress bar does, most do not."""
-    return getattr(callback.on_prediction_step, "__func__", None) is not TrainerCallback.on_prediction_step
-
 
 @section("evaluation")
 def run_evaluation(
@@ -298,20 +268,22 @@ def run_evaluation(
     """
     args = trainer.args
     loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-    _log_start(trainer, dataloader, description)
+    logger.info(f"\n***** Running {description} *****")
+    num_examples = f" = {trainer.num_examples(dataloader)}" if has_length(dataloader) else ": Unknown"
+    logger.info(f"  Num examples{num_examples}")
+    logger.info(f"  Batch size = {args.eval_batch_size}")
     model.eval()
     # Schedule-free optimizers evaluate with other weights than those at which they take gradients.
     if callable(getattr(trainer.optimizer, "eval", None)):
         trainer.optimizer.eval()
     trainer.callback_handler.eval_dataloader = dataloader
     evaluation, handler = _Pass(trainer, description), trainer.callback_handler
-    hears_steps = any(map(_hears_steps, handler.callbacks))
-    with counting_locally(args):
+    # Each rank normalises its own batch: no collective, and no factor for the number of ranks.
+    with setting(args, average_tokens_across_devices=False):
         readers = trainer.accelerator.readers
         for step, batch in enumerate(_batches(dataloader, readers.rank, readers.world_size), start=1):
             evaluation.step(model, batch, loss_only, ignore_keys)
-            if hears_steps:
-                trainer.control = handler.on_prediction_step(args, trainer.state, trainer.control)
+            trainer.control = handler.on_prediction_step(args, trainer.state, trainer.control)
             if trainer.ends_evaluations and trainer.is_preempted_in_evaluation(dataloader):
                 raise EvaluationPreempted
             if args.eval_accumulation_steps is not None and step % args.eval_accumulation_steps == 0:
@@ -337,13 +309,8 @@ def _finish(trainer: Trainer, evaluation: _Pass, prefix: str) -> EvalLoopOutput:
     results = {} if loss is None else {f"{prefix}_loss": loss}
     for key, value in denumpify_detensorize(dict(metrics or {})).items():
         results[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = value
-    return EvalLoopOutput(
-        predictions=predictions, label_ids=labels, metrics=results, num_samples=evaluation.count_samples()
-    )
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+    num_samples = sum(gather_object([evaluation.num_samples], trainer.accelerator.readers))
+    return EvalLoopOutput(predictions=predictions, label_ids=labels, metrics=results, num_samples=num_samples)
 
 
 def to_numpy(data: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from time import perf_counter
@@ -40,7 +40,8 @@ class UpdateTakenBackError(Exception):
     """An update's gradients are no numbers, and the run goes back to a checkpoint. The same on every rank."""
 
 
-def _take_back(found: str) -> None:
+def take_back(found: str) -> None:
+    """Raise UpdateTakenBackError, on the guard's behalf."""
     raise UpdateTakenBackError(found)
 
 
@@ -60,7 +61,8 @@ class WindowReader:
         self._read: list[tuple[Any, BatchRows]] = []
         self._batches: list[Any] = []
         self._rows: list[BatchRows] = []
-        self._index = 0
+        self.index = 0
+        """Of the present micro-batch in the update."""
         self._weights: list[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -105,15 +107,10 @@ class WindowReader:
                 "the batches of the iterator, or train with even_batches=True"
             )
 
-    def begin_batch(self, index: int) -> None:
-        """Begin the micro-batch `index` of the update."""
-        self._index = index
-
     def without_filler(self, batch: Any) -> Any:
         """Return the batch, without rows if it only lets a rank take part that has no samples in this step."""
-        if not self._read or not any(read is batch and not self._own(rows) for read, rows in self._read):
-            return batch
-        if not isinstance(batch, Mapping):
+        is_filler = any(read is batch and not self._own(rows) for read, rows in self._read)
+        if not is_filler or not isinstance(batch, Mapping):
             return batch
         return {name: value[:0] if isinstance(value, Tensor) and value.ndim else value for name, value in batch.items()}
 
@@ -135,16 +132,12 @@ class WindowReader:
                 self._weights = self._item_weights(over_ranks)
             else:
                 self._weights = self._row_weights(is_sum=kind is LossKind.BY_ITEMS)
-        weight = self._weights[self._index]
-        return loss if type(weight) is float and weight == 1.0 else loss * weight
+        return loss * self._weights[self.index]
 
     def _has_label_sequences(self) -> bool:
         """Whether rows may differ in how many labels they have: all ranks have to exchange their numbers then."""
-        for batch in self._batches:
-            labels = batch.get("labels") if isinstance(batch, Mapping) else None
-            if not isinstance(labels, Tensor) or labels.ndim < 2 or labels.is_floating_point():
-                return False
-        return True
+        labels = [batch.get("labels") if isinstance(batch, Mapping) else None for batch in self._batches]
+        return all(isinstance(each, Tensor) and each.ndim > 1 and not each.is_floating_point() for each in labels)
 
     def _label_weights(self, over_ranks: bool, shifts_labels: bool) -> list[Any]:
         """Of the labels that the update has on this rank or, times ranks, on all, those of each micro-batch."""
@@ -160,17 +153,17 @@ class WindowReader:
 
     def _row_weights(self, *, is_sum: bool) -> list[Any]:
         """Of all the rows that the update has, those of each micro-batch; as they are where micro-batches add up."""
-        if self._rows:
-            sizes = [rows.num_samples for rows in self._rows]
+        sizes = [rows.num_samples for rows in self._rows] or [find_batch_size(batch) or 0 for batch in self._batches]
+        if is_sum:
+            shares = [1.0] * len(sizes)
+        elif len(set(sizes)) == 1:
+            shares = [1 / len(sizes)] * len(sizes)
         else:
-            sizes = [find_batch_size(batch) or 0 for batch in self._batches]
-        total, num_batches = sum(sizes), len(sizes)
-        is_even = is_sum or sizes.count(sizes[0]) == num_batches
-        shares = [1 / (1 if is_sum else num_batches)] * num_batches if is_even else [size / total for size in sizes]
-        if self._rows:
-            rank = self._process.rank
-            return [share * rows.weight(rank) for share, rows in zip(shares, self._rows, strict=True)]
-        return shares
+            shares = [size / sum(sizes) for size in sizes]
+        if not self._rows:
+            return shares
+        rank = self._process.rank
+        return [share * rows.weight(rank) for share, rows in zip(shares, self._rows, strict=True)]
 
     def _item_weights(self, over_ranks: bool) -> list[float]:
         if not self._rows:
@@ -191,16 +184,12 @@ class EpochRun:
 
     trainer: Trainer
     reader: WindowReader
-    clock: RunClock
-    """Read in place: a method of its own would add frames to every update."""
     model: nn.Module
     epoch: int
     steps_in_epoch: int
     trial: Any
     ignore_keys_for_eval: list[str] | None
     start_time: float
-    guard: NonFiniteGuard | None
-    """None under fp16, whose loss scale finds them in every update."""
     step: int
     """Index in the epoch of the last micro-batch that was trained; -1 before the first."""
     is_resumed: bool
@@ -211,6 +200,11 @@ class EpochRun:
     """Tokens and operations before the present update."""
     sync: bool | None = None
     """Last value of `set_gradient_sync`, which walks through all modules of a sharded model."""
+
+    @property
+    def guard(self) -> NonFiniteGuard | None:
+        """None under fp16, whose loss scale finds them in every update."""
+        return self.trainer.accelerator.nonfinite_guard
 
     def train(self, restore_rng_from: str | None) -> None:
         """Train the updates of the epoch that are left, until it ends or a callback stops it. Collective.
@@ -231,7 +225,8 @@ class EpochRun:
 
     def _window(self, num_batches: int, restore_rng_from: str | None) -> bool:
         """Train the micro-batches of one update; return whether there were any."""
-        trainer, reader, checkpoints, clock = self.trainer, self.reader, self.trainer.run_checkpoints, self.clock
+        trainer, reader, checkpoints = self.trainer, self.reader, self.trainer.run_checkpoints
+        clock = trainer.run_clock
         # Before anything is read: a checkpoint within this update has the loader where the update begins.
         checkpoints.begin_update(trainer.callback_handler.train_dataloader)
         if clock.sample is not None:
@@ -255,7 +250,7 @@ class EpochRun:
             trainer._load_rng_state(restore_rng_from)
         for index, inputs in enumerate(batches):
             self.step += 1
-            reader.begin_batch(index)
+            reader.index = index
             try:
                 self._micro_batch(inputs, num_items, is_first=index == 0, is_last=index == len(batches) - 1)
             except UpdateTakenBackError as taken:
@@ -279,7 +274,7 @@ class EpochRun:
             trainer.control = handler.on_step_begin(trainer.args, trainer.state, trainer.control)
         begin = perf_counter()
         loss = trainer.training_step(self.model, inputs, num_items)
-        self.clock.compute_seconds += perf_counter() - begin
+        trainer.run_clock.compute_seconds += perf_counter() - begin
         self._add_loss(loss)
         if self.guard is not None:
             if is_first:
@@ -300,12 +295,10 @@ class EpochRun:
 
     def _count_tokens(self, inputs: Any) -> None:
         """Count the tokens of a micro-batch; upstream adds up all ranks, of which some may have read the same."""
-        state, accelerator = self.trainer.state, self.trainer.accelerator
+        trainer, state = self.trainer, self.trainer.state
         before = state.num_input_tokens_seen
-        self.trainer._track_num_input_tokens(self.reader.without_filler(inputs))
-        copies = accelerator.process.world_size // accelerator.readers.world_size
-        if copies > 1:
-            state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // copies
+        trainer._track_num_input_tokens(self.reader.without_filler(inputs))
+        state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // trainer.get_tp_size()
 
     def _add_loss(self, loss: Tensor) -> None:
         """Add to the running loss; a NaN or infinite one counts as the mean since the last log. Waits for no device."""
@@ -322,7 +315,8 @@ class EpochRun:
         trainer._tr_loss += loss
 
     def _update(self) -> None:
-        trainer, args, handler, clock = self.trainer, self.trainer.args, self.trainer.callback_handler, self.clock
+        trainer, args, handler = self.trainer, self.trainer.args, self.trainer.callback_handler
+        clock = trainer.run_clock
         if clock.sample is not None:
             clock.sample.mark(BACKWARD_DONE)
         begin = perf_counter()
@@ -355,18 +349,6 @@ class EpochRun:
         if self.guard is not None and (trainer.control.should_save or trainer.control.should_training_stop):
             self.guard.look()
         self._log_save_evaluate()
-
-    @contextmanager
-    def taking_back(self) -> Iterator[None]:
-        """Context in which an update that the guard finds is taken back."""
-        if self.guard is None:
-            yield
-            return
-        self.guard.roll_back = _take_back
-        try:
-            yield
-        finally:
-            self.guard.roll_back = None
 
     @section("load")
     def _roll_back(self, found: str, num_read: int) -> None:

@@ -12,15 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import unwrap_peft_model
 
 from accel_trainer import logging
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.rng import KeptStreams
+from accel_trainer.trainer.arguments.training_arguments import TrainingArguments, setting
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
 
 logger = logging.get_logger(__name__)
+
+_CAUSAL_MODELS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 class LossKind(IntEnum):
@@ -64,21 +70,20 @@ class LossNormalization:
         self.kind, self.is_wanted, self.is_multiplied = None, False, False
         self.has_terms, self._took_items = False, False
 
-    def begin_epoch(self, trainer: Trainer) -> None:
+    def begin_epoch(self, args: TrainingArguments) -> None:
         """Find whether it matters: an update of one micro-batch on one process takes its loss as it is."""
-        args = trainer.args
         self.is_wanted = self.kind is None and (args.world_size > 1 or args.gradient_accumulation_steps > 1)
 
     def compute(self, trainer: Trainer, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """Return `compute_loss` of a micro-batch. Collective while the kind is wanted."""
         if self.is_wanted:
             return self._first_loss(trainer, model, inputs, num_items)
-        if not self.has_terms:
+        over_ranks = trainer.args.average_tokens_across_devices
+        if self.has_terms:
+            # Divided by its own labels, and not multiplied: it counts by them in the update.
+            num_items, over_ranks = _own_items(trainer, inputs), False
+        with setting(trainer.args, average_tokens_across_devices=over_ranks):
             loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
-            return loss
-        # Divided by its own labels, and not multiplied: it counts by them in the update.
-        with counting_locally(trainer.args):
-            loss = trainer.compute_loss(model, inputs, num_items_in_batch=_own_items(trainer, inputs))
         return loss
 
     def _first_loss(self, trainer: Trainer, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
@@ -159,8 +164,10 @@ class _FirstBatch:
         Args:
             factor: multiplies what the model, label smoothing and the loss function return, who are not asked then.
         """
-        trainer = self._trainer
-        function, smoother = trainer.compute_loss_func, trainer.label_smoother
+        trainer, changed = self._trainer, {}
+        for name, mean in (("compute_loss_func", LossKind.ROW_MEAN), ("label_smoother", LossKind.MODEL_MEAN)):
+            if (function := getattr(trainer, name)) is not None:
+                changed[name] = partial(self._ask, function, mean, factor)
         if factor is None:
             hooks = [
                 # First: a hook of FSDP2's has gathered weights, which the end of another forward shards again.
@@ -168,16 +175,11 @@ class _FirstBatch:
                 model.register_forward_hook(self._note_model),
             ]
         else:
-            hooks = [model.register_forward_hook(lambda *each: _with_loss(each[2], lambda loss: loss * factor))]
-        wrap = self._ask if factor is None else partial(_multiplied, factor)
+            hooks = [model.register_forward_hook(partial(_multiply_loss, factor))]
         try:
-            if function is not None:
-                trainer.compute_loss_func = partial(wrap, function, LossKind.ROW_MEAN)
-            if smoother is not None:
-                trainer.label_smoother = partial(wrap, smoother, LossKind.MODEL_MEAN)
-            loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
+            with setting(trainer, **changed):
+                loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
         finally:
-            trainer.compute_loss_func, trainer.label_smoother = function, smoother
             for hook in hooks:
                 hook.remove()
         return loss
@@ -215,9 +217,13 @@ class _FirstBatch:
     def _note_model(self, _model: nn.Module, _args: Any, outputs: Any) -> None:
         self._loss = _loss_of(outputs)
 
-    def _ask(self, function: Callable[..., Tensor], mean: LossKind, *args: Any, **kwargs: Any) -> Tensor:
-        """Call label smoothing or the user's function, and ask it."""
+    def _ask(
+        self, function: Callable[..., Tensor], mean: LossKind, factor: float | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Call label smoothing or the user's function, and ask it unless there is a factor."""
         loss = function(*args, **kwargs)
+        if factor is not None:
+            return loss * factor
         self._loss, self._kind = loss, mean
         num_items = kwargs.get("num_items_in_batch")
         if num_items is not None:
@@ -261,10 +267,6 @@ def _kind_of(once: Tensor, twice: Tensor, mean: LossKind | None) -> LossKind | N
     return mean if math.isclose(one, two, rel_tol=_SAME) else LossKind.BY_ITEMS
 
 
-def _multiplied(factor: float, function: Callable[..., Tensor], _kind: LossKind, *args: Any, **kwargs: Any) -> Tensor:
-    return function(*args, **kwargs) * factor
-
-
 def _loss_of(outputs: Any) -> Tensor | None:
     """Return the loss among a model's outputs, where there is one."""
     if isinstance(outputs, dict):
@@ -274,15 +276,15 @@ def _loss_of(outputs: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
-def _with_loss(outputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _multiply_loss(factor: float, _model: nn.Module, _args: Any, outputs: Any) -> Any:
     """Return a model's outputs with another loss, if they have one."""
     loss = _loss_of(outputs)
     if loss is None:
         return outputs
     if isinstance(outputs, dict):
-        outputs["loss"] = change(loss)
+        outputs["loss"] = loss * factor
         return outputs
-    return (change(loss), *outputs[1:])
+    return (loss * factor, *outputs[1:])
 
 
 @contextmanager
@@ -326,18 +328,53 @@ def _own_items(trainer: Trainer, inputs: Any) -> Tensor | None:
     return None if count is None else count.clamp(min=1)
 
 
-@contextmanager
-def counting_locally(args: Any) -> Iterator[None]:
-    """Have each rank count and normalise its own batch: no collective, and no factor for the number of ranks."""
-    average = args.average_tokens_across_devices
-    args.average_tokens_across_devices = False
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = average
-
-
 def counts_by_rows(model: Any) -> bool:
     """Whether the model's loss is one of alignments: that of a row counts once, however many labels the row has."""
     loss_type = getattr(model, "loss_type", None)
     return isinstance(loss_type, str) and any(name in loss_type for name in ("CTC", "RNNT", "TDT"))
+
+
+class ShiftingLabelSmoother(LabelSmoother):
+    """Label smoothing for a model that predicts the next token, with or without virtual tokens before its inputs.
+
+    transformers 5.23 (trainer.py:2186) asks for the model's class name in each step; FSDP2 puts a prefix before it.
+    """
+
+    def __call__(self, model_output: Any, labels: Any, shift_labels: bool = True, **kwargs: Any) -> Any:
+        """Return the smoothed loss; labels are shifted, whatever the caller says."""
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        if num_virtual_tokens := logits.shape[-2] - labels.shape[-1]:
+            labels = nn.functional.pad(labels, (num_virtual_tokens, 0), value=self.ignore_index)
+        return super().__call__(model_output, labels, shift_labels=True, **kwargs)
+
+
+def build_smoother(model: Any, factor: float, *, shifts: bool) -> LabelSmoother | None:
+    """Return the label smoothing of a model's loss; None where the arguments ask for none, or the loss has none.
+
+    Args:
+        shifts: the model is known to predict the next token, by whatever tells.
+    """
+    problem_type = getattr(getattr(model, "config", None), "problem_type", None)
+    if not factor or problem_type == "multi_label_classification":
+        return None
+    return (ShiftingLabelSmoother if shifts or predicts_next_token(model) else LabelSmoother)(epsilon=factor)
+
+
+def predicts_next_token(model: Any) -> bool:
+    """Whether the model's loss is that of causal models, in which a row's first label is no target."""
+    # transformers 5.23 (trainer.py:543) asks the model's `loss_type`, which is None for GPT-2 and others that fall back
+    # to the causal loss: it then counts one target too many in each row, and scales loss and gradients by it.
+    if not isinstance(model, nn.Module):
+        return False
+    base = unwrap_peft_model(model)
+    class_name = type(base).__name__.removeprefix("FSDP")  # which torch's fully_shard puts before it
+    return class_name in _CAUSAL_MODELS and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+
+
+def predicts_first_label(model: Any) -> bool:
+    """Whether PEFT puts virtual tokens before a causal model's inputs: a row's first label is then a target, too."""
+    # transformers 5.23 counts one target too few in each row: with 12 labels in a row it logs a loss 12/11 of the true
+    # one, and scales the gradients by as much.
+    config: Any = getattr(model, "active_peft_config", None)
+    # Prefixes are keys and values of earlier tokens: the labels stay as they are.
+    return bool(getattr(config, "is_prompt_learning", False)) and config.peft_type not in ("PREFIX_TUNING", "CARTRIDGE")

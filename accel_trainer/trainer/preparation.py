@@ -8,21 +8,27 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 import re
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
 from torch import nn
 from transformers import enable_full_determinism, set_seed
+from transformers.trainer_utils import has_length
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized
+from accel_trainer.checkpoint.weights.into_model import init_empty_weights, load_checkpoint_in_model
+from accel_trainer.checkpoint.weights.weight_files import INDEX_NAME, WEIGHTS_NAME, WeightFiles
 from accel_trainer.config import NonFiniteAction, Resolved, SchedulerSteps
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
@@ -30,9 +36,13 @@ from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.broadcast_values import broadcast_buffers
 from accel_trainer.trainer.accelerate_states import share_accelerator
 from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_config
-from accel_trainer.trainer.arguments.fsdp_arguments import check_recomputation, recomputes_activations
-from accel_trainer.trainer.arguments.training_arguments import MIRRORED_FIELDS, TrainingArguments
-from accel_trainer.trainer.inputs import build_smoother, fill_empty
+from accel_trainer.trainer.arguments.fsdp_arguments import (
+    check_recomputation,
+    loads_after_sharding,
+    recomputes_activations,
+)
+from accel_trainer.trainer.arguments.training_arguments import MIRRORED_FIELDS, TrainingArguments, setting
+from accel_trainer.trainer.loss import build_smoother
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
@@ -70,6 +80,17 @@ def check_arguments(args: Any) -> None:
     )
 
 
+def check_dataset(dataset: Any, name: str) -> None:
+    """Raise ConfigError for a dataset, or one of a dict of datasets, that has no samples."""
+    if isinstance(dataset, dict):
+        for key, item in dataset.items():
+            check_dataset(item, f"{name}[{key!r}]")
+    elif dataset is not None and has_length(dataset) and len(dataset) == 0:
+        raise ConfigError(
+            f"{name} is empty (a {type(dataset).__name__} with 0 samples); check its path, split and filters"
+        )
+
+
 def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
     """Return the Accelerator of a Trainer. Collective.
 
@@ -80,13 +101,10 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
     uses_state = args.accelerator_config.use_configured_state and is_initialized()
     configured = AcceleratorState().distributed_type if uses_state else None
     accelerator = Accelerator(config=complete_engine_config(args, _resolve_for_model(args, model), model))
-    if accelerator.config.scheduler_steps is SchedulerSteps.PER_PROCESS:
-        raise ConfigError(
-            f"{accelerator.resolved.describe('scheduler_steps')} is for loops whose schedules are sized in the batches "
-            "of one process, and the Trainer sizes its own in updates; leave it out"
-        )
+    _check_options(args, accelerator)
+    _check_restarts(args, accelerator)
+    _check_optimizer_name(args, accelerator.strategy.capabilities.shards_parameters)
     if accelerator.nonfinite_guard is not None:
-        _check_rollbacks(args, accelerator)
         accelerator.nonfinite_guard.roll_back = None  # to a checkpoint of the Trainer's own
     accelerator.gradient_state.plugin_kwargs.update(args.accelerator_config.gradient_accumulation_kwargs or {})
     plain = PartialState(process=accelerator.process).distributed_type
@@ -96,50 +114,45 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             f"arguments ask for strategy {accelerator.strategy.name!r}; give the arguments the options of that "
             "Accelerator's strategy as well, or leave use_configured_state out"
         )
-    shards = accelerator.strategy.capabilities.shards_parameters
-    _check_optimizer_name(args, shards)
-    if shards:
-        check_recomputation(args, accelerator.resolved)
-    if args.auto_find_batch_size and accelerator.strategy.capabilities.builds_engine:
-        raise ConfigError(
-            f"auto_find_batch_size is set with strategy {accelerator.strategy.name!r}, whose engine is built for one "
-            "batch size and keeps hold of the memory of an attempt that failed; set per_device_train_batch_size"
-        )
-    _check_restarts(args, accelerator)
     share_accelerator(accelerator)
     return accelerator
 
 
-def _check_restarts(args: TrainingArguments, accelerator: Accelerator) -> None:
-    """Refuse options by which an update has other samples on fewer processes, where some may be lost."""
-    if accelerator.config.launch.min_processes is None:
-        return
-    for name in ("auto_find_batch_size", "dataloader_drop_last"):
-        if getattr(args, name):
-            raise ConfigError(
-                f"{accelerator.resolved.describe('launch.min_processes')} keeps the samples of each update when "
-                f"processes are lost, and with {name}=True they depend on how many there are; leave one of the two out"
-            )
-
-
-def _check_rollbacks(args: TrainingArguments, accelerator: Accelerator) -> None:
-    """Refuse rollbacks to checkpoints that hold weights alone."""
-    if accelerator.config.on_nonfinite is NonFiniteAction.ROLLBACK and args.save_only_model:
+def _check_options(args: TrainingArguments, accelerator: Accelerator) -> None:
+    """Refuse options that a Trainer cannot honour, alone or together."""
+    config, describe, facts = accelerator.config, accelerator.resolved.describe, accelerator.strategy.capabilities
+    if config.scheduler_steps is SchedulerSteps.PER_PROCESS:
         raise ConfigError(
-            f"{accelerator.resolved.describe('on_nonfinite')} goes back to checkpoints, and save_only_model=True "
-            "leaves out their optimizer and schedule; leave one of the two out"
+            f"{describe('scheduler_steps')} is for loops whose schedules are sized in the batches of one process, and "
+            "the Trainer sizes its own in updates; leave it out"
+        )
+    if accelerator.nonfinite_guard and config.on_nonfinite is NonFiniteAction.ROLLBACK and args.save_only_model:
+        raise ConfigError(
+            f"{describe('on_nonfinite')} goes back to checkpoints, and save_only_model=True leaves out their optimizer "
+            "and schedule; leave one of the two out"
+        )
+    if facts.shards_parameters:
+        check_recomputation(args, accelerator.resolved)
+    if args.auto_find_batch_size and facts.builds_engine:
+        raise ConfigError(
+            f"auto_find_batch_size is set with strategy {accelerator.strategy.name!r}, whose engine is built for one "
+            "batch size and keeps hold of the memory of an attempt that failed; set per_device_train_batch_size"
         )
 
 
+def _check_restarts(args: TrainingArguments, accelerator: Accelerator) -> None:
+    """Refuse options by which an update has other samples on fewer processes, where some may be lost."""
+    config, describe = accelerator.config, accelerator.resolved.describe
+    for name in ("auto_find_batch_size", "dataloader_drop_last"):
+        if config.launch.min_processes is not None and getattr(args, name):
+            raise ConfigError(
+                f"{describe('launch.min_processes')} keeps the samples of each update when processes are lost, and "
+                f"with {name}=True they depend on how many there are; leave one of the two out"
+            )
+
+
 def _check_optimizer_name(args: TrainingArguments, shards: bool) -> None:
-    """Refuse an optimizer that the Trainer cannot train with as it promises.
-
-    Args:
-        shards: whether each rank holds a shard of each parameter.
-
-    Raises:
-        ConfigError: it updates during the backward, or checkpoints with its state are asked for and cannot be resumed.
-    """
+    """Refuse an optimizer that updates in the backward, or whose state is to be saved and cannot be resumed."""
     name = str(getattr(args.optim, "value", args.optim))
     if _IN_BACKWARD.search(name):
         raise ConfigError(
@@ -203,32 +216,21 @@ def create_optimizer(trainer: Trainer, max_steps: int) -> Any:
     Raises:
         ConfigError: the method has made none.
     """
-    if _overrides(trainer, "create_optimizer_and_scheduler"):
+    name = "create_optimizer_and_scheduler"
+    if _overrides(trainer, name):
         if trainer.lr_scheduler is trainer._schedule_of_both:
             trainer.lr_scheduler = None  # of an earlier train()
         trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
         trainer._schedule_of_both = trainer.lr_scheduler
-        name = "create_optimizer_and_scheduler"
     else:
         # Without the model, which overrides need not take: upstream gives it to FSDP1 only.
         trainer.create_optimizer()
         name = "create_optimizer"
-    check_optimizer(trainer, name)
-    return trainer.optimizer
-
-
-def check_optimizer(trainer: Trainer, name: str = "create_optimizer") -> None:
-    """Raise ConfigError where the method of a subclass that makes the optimizer has set none."""
     if trainer.optimizer is None:
         raise ConfigError(
             f"{name}() of {type(trainer).__name__} left self.optimizer at None; set it to the optimizer to train with"
         )
-
-
-def create_overridden(trainer: Trainer, max_steps: int) -> None:
-    """Make optimizer and schedule by the `create_optimizer_and_scheduler` of a subclass, if it has one."""
-    if _overrides(trainer, "create_optimizer_and_scheduler"):
-        create_optimizer(trainer, max_steps)
+    return trainer.optimizer
 
 
 def _warn_of_unused(trainer: Trainer, builds_optimizer: bool, builds_scheduler: bool) -> None:
@@ -252,6 +254,64 @@ def _overrides(trainer: Trainer, name: str) -> bool:
     return getattr(type(trainer), name) is not getattr(transformers.Trainer, name)
 
 
+_EMPTY: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
+"""Models without values that are to be sharded, and the directories of their weights."""
+
+
+def load_model(model: Any, args: TrainingArguments) -> nn.Module | None:
+    """Return `model`, or the model saved under a path or a hub name, of the class that its configuration names.
+
+    One that will be sharded with `fsdp.cpu_ram_efficient_loading`, from a directory of safetensors, has no values yet:
+    `fill_empty` loads them once it is sharded.
+
+    Raises:
+        ConfigError: it is neither a module nor a path, or its configuration names no class.
+    """
+    if model is None or isinstance(model, nn.Module):
+        return model
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConfigError(
+            f"model is a {type(model).__name__}; expected a torch.nn.Module, or the path or name of a saved model. "
+            "Pass a function that builds the model as model_init"
+        )
+    config = transformers.AutoConfig.from_pretrained(model)
+    names = getattr(config, "architectures", None) or []
+    model_class = getattr(transformers, names[0], None) if names else None
+    if model_class is None:
+        raise ConfigError(
+            f"the configuration of {str(model)!r} names {names or 'no architecture'}, which transformers cannot build; "
+            "load the model with the class you want, and pass it"
+        )
+    empty = None
+    if loads_after_sharding(args, args.resolved):
+        empty = _build_empty(model_class, config, Path(model))
+    loaded: nn.Module = model_class.from_pretrained(model) if empty is None else empty
+    return loaded
+
+
+def _build_empty(model_class: Any, config: Any, directory: Path) -> nn.Module | None:
+    """Return the model without values, or None where ranks cannot read their shards of its files."""
+    if not any((directory / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME)):
+        return None
+    with init_empty_weights():
+        model: Any = model_class._from_config(config)
+    if not set(WeightFiles(directory)) <= set(model.state_dict(keep_vars=True)):
+        return None  # from_pretrained renames or fuses what is in the files
+    # from_pretrained() reads it beside the weights, and _from_config() does not: generate() would have other defaults.
+    if (directory / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    _EMPTY[model] = directory
+    empty: nn.Module = model.eval()
+    return empty
+
+
+def fill_empty(model: nn.Module) -> None:
+    """Load a model that `load_model` has built without values, once it is sharded. Every rank calls it."""
+    directory = _EMPTY.pop(model, None)
+    if directory is not None:
+        load_checkpoint_in_model(model, directory, init_missing=True)
+
+
 class ModelPreparation:
     """The prepared model of one Trainer, and the optimizer state that outlives an engine around it.
 
@@ -269,17 +329,24 @@ class ModelPreparation:
         """A model whose weights an evaluation has rounded, and the argument that asked for it."""
 
     def prepare_for_training(self, trainer: Trainer, max_steps: int) -> nn.Module:
-        """Shard the model, build optimizer and schedule, and return the module to call. Collective.
+        """Prepare the model, build optimizer and schedule, and return the module to call. Collective.
 
         Raises:
             ConfigError: an engine's configuration contradicts the arguments, or leaves something open.
         """
         if trainer.accelerator.strategy.capabilities.builds_engine:
             return self._build_engine(trainer, max_steps)
-        model: nn.Module = trainer.accelerator.prepare_model(trainer.model)
-        self._adopt(trainer, model)
-        # Built from the sharded parameters: nothing has to be re-bound, unless the user has given it.
-        trainer.optimizer = trainer.accelerator.prepare_optimizer(create_optimizer(trainer, max_steps))
+        model: nn.Module
+        if trainer.is_sharded:
+            model = trainer.accelerator.prepare_model(trainer.model)
+            self._adopt(trainer, model)
+            # Built from the sharded parameters: nothing has to be re-bound, unless the user has given it.
+            trainer.optimizer = trainer.accelerator.prepare_optimizer(create_optimizer(trainer, max_steps))
+        else:
+            # Together, so that the optimizer follows parameters that a move to the device makes anew.
+            optimizer = create_optimizer(trainer, max_steps)
+            model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, optimizer)
+            trainer.model_wrapped = model
         trainer.create_scheduler(num_training_steps=max_steps)
         return model
 
@@ -293,12 +360,9 @@ class ModelPreparation:
             )
 
     def prepare_for_evaluation(self, trainer: Trainer) -> tuple[nn.Module, float | None]:
-        """Return the module to call, and the seconds it took to prepare it where it was not prepared for training.
-
-        Collective when there is something to prepare, and for a model with buffers that are saved.
-        """
+        """Return the module to call, and the seconds it took to prepare it, if it was not yet. Collective."""
         args, accelerator = trainer.args, trainer.accelerator
-        model = trainer._wrap_model(trainer.model, training=False)
+        model = trainer.model
         if (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train:
             # Before it is prepared: a sharded model owns its placement.
             model = self._to_half(model, args, None if trainer.is_sharded else args.device)
@@ -338,13 +402,13 @@ class ModelPreparation:
     def _build_engine(self, trainer: Trainer, max_steps: int) -> nn.Module:
         """Build an engine around model and optimizer, and return it; `trainer.model` stays the bare model."""
         self.release()
-        state, self._optimizer_state = self._optimizer_state, None
         args, accelerator = trainer.args, trainer.accelerator
         describes = args.hf_deepspeed_config.get_value
         if self._builds_optimizer:
             trainer.optimizer = None  # the engine built that of the earlier train()
         self._builds_optimizer = trainer.optimizer is None and bool(describes("optimizer"))
-        optimizer = None if self._builds_optimizer else self._create_optimizer(trainer, max_steps)
+        if not self._builds_optimizer:
+            optimizer = self._create_optimizer(trainer, max_steps)
         builds_scheduler = trainer.lr_scheduler is None and bool(describes("scheduler"))
         _warn_of_unused(trainer, self._builds_optimizer, builds_scheduler)
         # Only now are the model's sizes and the number of updates known, which the configuration may leave open.
@@ -358,7 +422,7 @@ class ModelPreparation:
                 given_scheduler="dummy" if builds_scheduler else "torch",
             )
         )
-        if optimizer is None:
+        if self._builds_optimizer:
             optimizer = DummyOptim([parameter for parameter in trainer.model.parameters() if parameter.requires_grad])
         engine: nn.Module
         if builds_scheduler:
@@ -371,13 +435,14 @@ class ModelPreparation:
             engine, trainer.optimizer = accelerator.prepare(trainer.model, optimizer)
             trainer.create_scheduler(num_training_steps=max_steps)
         self._adopt(trainer, engine)
-        if state is not None:
-            self._restore(trainer, state)
+        if self._optimizer_state is not None:
+            self._restore(trainer, self._optimizer_state)
+            self._optimizer_state = None
         return engine
 
     def _create_optimizer(self, trainer: Trainer, max_steps: int) -> Any:
         optimizer = create_optimizer(trainer, max_steps)
-        # Of a model whose every parameter decays, or none does. DeepSpeed drops empty groups, and schedules count them.
+        # Of a model whose every parameter decays, or none. DeepSpeed drops empty groups, and schedules count them.
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
 
@@ -420,18 +485,11 @@ def keeping_global_batch(trainer: Trainer) -> Iterator[None]:
         "%d of %d processes are left: an update has %d samples as before = %d x %d x %d, instead of %s",
         process.world_size, first, update_batch, micro, share // micro, ranks, words,
     )  # fmt: skip
-    trainer.given_batch = given
-    _set_batch(trainer, micro, share // micro)
-    try:
+    with (
+        setting(trainer, given_batch=given, _train_batch_size=micro),
+        setting(args, per_device_train_batch_size=micro, gradient_accumulation_steps=share // micro),
+    ):
         yield
-    finally:
-        trainer.given_batch = None
-        _set_batch(trainer, *given)
-
-
-def _set_batch(trainer: Trainer, size: int, num_steps: int) -> None:
-    trainer._train_batch_size = trainer.args.per_device_train_batch_size = size
-    trainer.args.gradient_accumulation_steps = num_steps
 
 
 class TakenArguments:
@@ -481,7 +539,7 @@ class TakenArguments:
 
         An optimizer that the user has given keeps the options that it has.
         """
-        changed = self._find_changes(trainer.args, _OF_OPTIMIZER)
+        changed = [name for name in _OF_OPTIMIZER if self._find_change(trainer.args, name)]
         before = trainer.optimizer
         if before is None:
             self._owns_optimizer = True  # it is about to be built
@@ -495,9 +553,6 @@ class TakenArguments:
         if type(optimizer) is type(before):
             optimizer.state.update(before.state)
         logger.info("%s of the arguments changed: the optimizer goes on with them", ", ".join(changed))
-
-    def _find_changes(self, args: TrainingArguments, names: Iterable[str]) -> list[str]:
-        return [name for name in names if self._find_change(args, name)]
 
     def _find_change(self, args: TrainingArguments, name: str) -> bool:
         """Return whether a value is another one than at the last call; take it."""

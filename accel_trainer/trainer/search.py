@@ -71,7 +71,7 @@ def _lead(
         facts = (trial.number, len(trial.study.directions) > 1)
         broadcast_object((_TRIAL, facts), process)
         is_in_trial = True
-        result = _run_trial(trainer, _on_all_ranks(trial, facts, process))
+        result = _run_trial(trainer, trial, facts)
         is_in_trial = False
         return result
 
@@ -108,15 +108,21 @@ def _follow(trainer: Trainer, process: ProcessContext, catch: Any) -> BestRun | 
         if what == _FAILED:
             raise ProcessGroupError(f"the search ended on rank 0, which has the study: {content}")
         try:
-            _run_trial(trainer, _on_all_ranks(None, content, process))
+            _run_trial(trainer, None, content)
         except optuna.TrialPruned:
             continue
         except catch:
             continue
 
 
-def _run_trial(trainer: Trainer, trial: Any) -> Any:
-    """Train once, and return the value that the trial is judged by."""
+def _run_trial(trainer: Trainer, trial: Any, facts: tuple[int, bool]) -> Any:
+    """Train once, with rank 0's trial, which is None elsewhere; return the value that the trial is judged by."""
+    process = trainer.accelerator.process
+    if process.is_distributed:
+        from optuna.trial import BaseTrial
+
+        BaseTrial.register(_SharedTrial)  # transformers asks for its kind
+        trial = _SharedTrial(trial, *facts, process)
     trainer.objective = None
     try:
         trainer.train(trial=trial)
@@ -126,16 +132,6 @@ def _run_trial(trainer: Trainer, trial: Any) -> Any:
     finally:
         trainer.model_wrapped, trainer.model = release_memory(trainer.model_wrapped, trainer.model)
         trainer.accelerator.clear()
-
-
-def _on_all_ranks(trial: Any, facts: tuple[int, bool], process: ProcessContext) -> Any:
-    """Return rank 0's trial, which is None elsewhere, for every rank; on one process it is the trial itself."""
-    if not process.is_distributed:
-        return trial
-    from optuna.trial import BaseTrial
-
-    BaseTrial.register(_SharedTrial)  # transformers asks for its kind
-    return _SharedTrial(trial, *facts, process)
 
 
 class _SharedTrial:
@@ -221,15 +217,16 @@ class BatchSizeSearch:
         self._values = {name: value.detach().to("cpu", copy=True) for name, value in self._list_values()}
         self._optimizer, self._scheduler, self._created_scheduler = None, None, False
         if not self._builds_model:
-            self._optimizer, self._scheduler = _bare(trainer.optimizer), trainer.lr_scheduler
+            given_optimizer = trainer.optimizer
+            if isinstance(given_optimizer, AcceleratedOptimizer):
+                given_optimizer = given_optimizer.optimizer
+            self._optimizer, self._scheduler = given_optimizer, trainer.lr_scheduler
             self._created_scheduler = trainer._created_lr_scheduler
-        self._states = [copy.deepcopy(each.state_dict()) for each in self._list_given()]
+        given = [each for each in (self._optimizer, self._scheduler) if each is not None]
+        self._states = [(each, copy.deepcopy(each.state_dict())) for each in given]
 
     def run(self, train: Callable[[], TrainOutput], start: int) -> TrainOutput:
-        """Train until memory suffices on every rank; return that attempt's result. Collective.
-
-        Args:
-            start: the batch size of each device to try first.
+        """Train until memory suffices on every rank, with `start` samples first; return that result. Collective.
 
         Raises:
             ConfigError: memory does not suffice for one sample.
@@ -276,7 +273,7 @@ class BatchSizeSearch:
         with torch.no_grad():
             for name, value in self._list_values():
                 value.copy_(self._values[name])
-        for each, state in zip(self._list_given(), self._states, strict=True):
+        for each, state in self._states:
             # A copy for each attempt: torch's optimizers keep the tensors that they load, and change them in place.
             each.load_state_dict(copy.deepcopy(state))
 
@@ -286,11 +283,3 @@ class BatchSizeSearch:
             return []
         model = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
         return [*model.named_parameters(), *model.named_buffers()]
-
-    def _list_given(self) -> list[Any]:
-        """Return the optimizer and the schedule that the Trainer was given, or has from an earlier train()."""
-        return [each for each in (self._optimizer, self._scheduler) if each is not None]
-
-
-def _bare(optimizer: Any) -> Any:
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

@@ -84,14 +84,8 @@ class Decisions:
     def end_micro_batch(self, control: TrainerControl) -> None:
         """Decide whether to stop in the middle of an update. Collective if a rank has a wish."""
         self._ends_epoch = False
-        own = flags_of(control) & _STOPS if control.should_epoch_stop or control.should_training_stop else 0
-        acted = 0
-        if self._meets(own, 0):
-            owns, wishes = self._exchange(own)
-            acted = own if len(set(owns)) == 1 else 0
-            self._due |= (_union(owns) | wishes) & ~acted
-        else:
-            self._wishes |= own
+        own = flags_of(control) & _STOPS
+        acted = self._meet(own)
         if own != acted:
             _write(control, acted, _STOPS)
 
@@ -105,9 +99,7 @@ class Decisions:
 
     def end_evaluation_batch(self) -> None:
         """Decide whether to end in the middle of an evaluation. Collective if a rank is to end, or has a wish."""
-        if self._meets(0, 0):
-            owns, wishes = self._exchange(0)
-            self._due |= _union(owns) | wishes
+        self._meet(0)
 
     def end_log(self, control: TrainerControl, before: int) -> None:
         """Decide on the flags after `on_log`. Collective if a rank has a wish, and at the end of an epoch.
@@ -136,24 +128,23 @@ class Decisions:
         self._exchange_now(control, _ALL)
 
     def _decide(self, control: TrainerControl, expected: int, can: int) -> None:
-        """Act on `expected`, on what is due and, where the ranks meet, on what they have in common.
-
-        Args:
-            expected: flags that are set on every rank, unless a callback has cleared them.
-            can: flags that have an effect at this boundary.
-        """
+        """Act on what every rank sets unless a callback clears it, on what is due, and on what the ranks share."""
         flags = flags_of(control)
         due, self._due = self._due & can, self._due & ~can
-        own, expected = flags | due, expected | due
-        acted = expected
-        if self._meets(own, expected):
-            owns, wishes = self._exchange(own)
-            acted = (own if len(set(owns)) == 1 else expected) | wishes & can
-            self._due |= (_union(owns) | wishes) & ~acted
-        else:
-            self._wishes |= own & ~expected
+        acted = self._meet(flags | due, expected | due, can)
         if acted != flags:
             _write(control, acted, _ALL)
+
+    def _meet(self, own: int, expected: int = 0, can: int = 0) -> int:
+        """Return the flags that all ranks act on at this boundary; what else they have become due later."""
+        if not self._meets(own, expected):
+            self._wishes |= own & ~expected
+            return expected
+        owns, wishes, _ = self._gather(own)
+        self._meeting.adjourn(self._position)
+        acted = (own if len(set(owns)) == 1 else expected) | wishes & can
+        self._due |= (_union(owns) | wishes) & ~acted
+        return acted
 
     def _exchange_now(self, control: TrainerControl, can: int) -> None:
         self._position += 1
@@ -181,11 +172,6 @@ class Decisions:
         meeting.passed = position
         return False
 
-    def _exchange(self, own: int) -> tuple[list[int], int]:
-        owns, wishes, _ = self._gather(own)
-        self._meeting.adjourn(self._position)
-        return owns, wishes
-
     def _gather(self, own: int) -> tuple[list[int], int, bool]:
         """Return the flags of each rank, the wishes of all, and whether they have been called. Collective."""
         mine = [own, self._wishes, int(self._meeting.is_called), int(self._signals.is_requested)]
@@ -197,13 +183,7 @@ class Decisions:
 
 def flags_of(control: TrainerControl) -> int:
     """Return the flags of a control as bits."""
-    return (
-        bool(control.should_training_stop)
-        | bool(control.should_epoch_stop) << 1
-        | bool(control.should_save) << 2
-        | bool(control.should_evaluate) << 3
-        | bool(control.should_log) << 4
-    )
+    return sum(bool(getattr(control, name)) << bit for bit, name in enumerate(_FLAGS))
 
 
 def _write(control: TrainerControl, flags: int, which: int) -> None:

@@ -7,6 +7,7 @@ optimizers, schedules, callbacks, logging, the hub and the order of everything s
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import operator
@@ -27,7 +28,6 @@ from transformers.trainer_utils import (
     BestRun,
     EvalLoopOutput,
     HPSearchBackend,
-    RemoveColumnsCollator,
     SaveStrategy,
     TrainOutput,
     default_compute_objective,
@@ -42,30 +42,28 @@ from accel_trainer.runtime.model_wrappers import move_module
 from accel_trainer.runtime.preemption import StopSignals
 from accel_trainer.runtime.rank_watch import failing_together
 from accel_trainer.runtime.rng import KeptStreams
-from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments
+from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments, setting
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.resuming import ResumingMethods, begin_pass, keeping_best, loading_by_override
 from accel_trainer.trainer.checkpoint.saving import RunCheckpoints, SavingMethods
 from accel_trainer.trainer.evaluation import EvaluationPreempted, run_evaluation
-from accel_trainer.trainer.inputs import (
-    ColumnFilter,
+from accel_trainer.trainer.loop import EpochRun, WindowReader, take_back
+from accel_trainer.trainer.loss import (
+    LossKind,
+    LossNormalization,
     build_smoother,
-    check_dataset,
-    load_model,
-    padding_collator,
+    count_labels,
     predicts_first_label,
-    shifts_labels,
+    predicts_next_token,
 )
-from accel_trainer.trainer.loop import EpochRun, WindowReader
-from accel_trainer.trainer.loss import LossKind, LossNormalization, count_labels
 from accel_trainer.trainer.preparation import (
     ModelPreparation,
     TakenArguments,
     build_accelerator,
     check_arguments,
-    check_optimizer,
-    create_overridden,
+    check_dataset,
     keeping_global_batch,
+    load_model,
 )
 from accel_trainer.trainer.run_clock import RunClock
 from accel_trainer.trainer.search import BatchSizeSearch, search_with_optuna
@@ -99,14 +97,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
 
     if TYPE_CHECKING:
         _created_lr_scheduler: bool
-        _loss_shifts_labels: bool
-        model_accepts_loss_kwargs: bool
-        label_smoother: Any
-        _tr_loss: Tensor
-        _globalstep_last_logged: int
         args: TrainingArguments
         model: Any
-        model_wrapped: Any
         optimizer: Any
         lr_scheduler: Any
         accelerator: Accelerator
@@ -122,12 +114,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a class that would put methods here before those of another library's Trainer."""
         super().__init_subclass__(**kwargs)
-        own = {
-            name
-            for base in (Trainer, ResumingMethods, SavingMethods)
-            for name in vars(base)
-            if not name.startswith("__")
-        }
+        bases = (Trainer, ResumingMethods, SavingMethods)
+        own = {name for base in bases for name in vars(base) if not name.startswith("__")}
         for base in cls.__mro__[cls.__mro__.index(Trainer) + 1 :]:
             hidden = sorted(own & set(vars(base)))
             if hidden and issubclass(base, transformers.Trainer) and base not in Trainer.__mro__:
@@ -173,7 +161,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
             # Upstream's callback (5.23, trainer_jit_checkpoint.py) acts on a rank's own signal, and hangs the others.
             jit, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
             super().__init__(load_model(model, args), args, *rest, **kwargs)
-            self.data_collator = padding_collator(self.data_collator, args.pad_batches_to_multiple_of)
+            self.data_collator = _padding_collator(self.data_collator, args.pad_batches_to_multiple_of)
             args.enable_jit_checkpoint = jit
             self.run_checkpoints = RunCheckpoints(self.accelerator.process)
             self.run_clock = RunClock(self.accelerator.process)
@@ -184,7 +172,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
             self._taken_arguments = TakenArguments(self.args)
             if predicts_first_label(self.model):
                 self._loss_shifts_labels = False
-            elif shifts_labels(self.model):
+            elif predicts_next_token(self.model):
                 self._loss_shifts_labels = True
             if self.label_smoother is not None:
                 factor = args.label_smoothing_factor
@@ -220,11 +208,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
         check_dataset(self.train_dataset, "train_dataset")
         check_dataset(self.eval_dataset, "eval_dataset")
         # Upstream would refuse `optimizers` for what the switch says; here one that holds no state yet is re-bound.
-        is_fsdp_enabled, self.is_fsdp_enabled = self.is_fsdp_enabled, False
-        try:
+        with setting(self, is_fsdp_enabled=False):
             super()._validate_args()
-        finally:
-            self.is_fsdp_enabled = is_fsdp_enabled
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         raise ConfigError(
@@ -235,26 +220,15 @@ class Trainer(ResumingMethods, transformers.Trainer):
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader:
         name = {"Training": "train_dataset", "Evaluation": "eval_dataset"}.get(description, "test_dataset")
         check_dataset(dataset, name)
-        drop_last = self.args.dataloader_drop_last
         # Whatever is evaluated or predicted counts, also where updates are to have equally many samples.
-        self.args.dataloader_drop_last = drop_last and name == "train_dataset"
-        try:
+        with setting(self.args, dataloader_drop_last=self.args.dataloader_drop_last and name == "train_dataset"):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
-        finally:
-            self.args.dataloader_drop_last = drop_last
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         # One that groups by length does so within a number of batches: the order is to be that of the run's beginning.
-        present = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
-        self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = self.order_batch()
-        try:
+        micro_batch, accumulation = self.order_batch()
+        with setting(self.args, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=accumulation):
             return super()._get_train_sampler(*args, **kwargs)
-        finally:
-            self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps = present
-
-    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
-        collator = super()._get_collator_with_removed_columns(data_collator, description)
-        return ColumnFilter.of(collator) if type(collator) is RemoveColumnsCollator else collator
 
     # --- training --------------------------------------------------------------------------------------------------
 
@@ -292,7 +266,9 @@ class Trainer(ResumingMethods, transformers.Trainer):
                 keeping_global_batch(self),
                 self._resuming(resume_from_checkpoint) as checkpoint,
             ):
-                start = self._first_batch_size(checkpoint)
+                # A search goes on with what it had found before the checkpoint.
+                found = upstream_files.read_train_batch_size(checkpoint) if searches and checkpoint else None
+                start = found or self._train_batch_size
                 if self.run_checkpoints.resumption is not None:
                     self._check_run(self.run_checkpoints.resumption, start, is_searched=trial is not None)
                 run = functools.partial(super().train, checkpoint, trial, ignore_keys_for_eval)
@@ -304,21 +280,11 @@ class Trainer(ResumingMethods, transformers.Trainer):
             self.run_report.close()
             self.end_decisions(is_failed=is_failed)
             if is_failed:
-                self._end_failed_train()
-
-    def _end_failed_train(self) -> None:
-        """Remove the noise of a train() that failed, as upstream does at the end of one that succeeds."""
-        self.is_in_train = False
-        self.end_local_updates(is_failed=True)
-        if self.neftune_hook_handle is not None:
-            self.neftune_hook_handle.remove()
-
-    def _first_batch_size(self, checkpoint: str | None) -> int:
-        """Return the samples of a micro-batch to begin with: those that a search had found before the checkpoint."""
-        found = None
-        if self._searches_batch_size and checkpoint is not None:
-            found = upstream_files.read_train_batch_size(checkpoint)
-        return found or self._train_batch_size
+                self.is_in_train = False
+                self.end_local_updates(is_failed=True)
+                # Upstream takes its noise off the embeddings at the end of a train() that succeeds (5.23, :2038).
+                if self.neftune_hook_handle is not None:
+                    self.neftune_hook_handle.remove()
 
     def end_decisions(self, *, is_failed: bool) -> None:
         """End what the ranks of a run decide together; `is_failed` where the others may still wait for this one."""
@@ -350,44 +316,25 @@ class Trainer(ResumingMethods, transformers.Trainer):
             # Of an earlier train(), whose unit was freed with the Accelerator's memory. Its state stays.
             self.optimizer = self.optimizer.optimizer
         self._taken_arguments.renew_optimizer(self, max_steps)
-        if not self.is_sharded:
-            # A second train() begins with the bare model: the wrapper was freed with the Accelerator's memory.
-            self.model_wrapped = self.model
-            create_overridden(self, max_steps)
-            prepared: tuple[nn.Module, DataLoader] = super()._prepare_for_training(
-                max_steps, train_dataloader, resume_from_checkpoint
-            )
-            self.begin_local_updates(resume_from_checkpoint)
-            self._announce(prepared[0])
-            return prepared
         if self._created_lr_scheduler:
             self.lr_scheduler = None
             self._created_lr_scheduler = False
         model = self._preparation.prepare_for_training(self, max_steps)
         if resume_from_checkpoint is not None:
-            with loading_by_override(self):
-                self._load_from_checkpoint(resume_from_checkpoint)
+            if self.is_sharded:  # other models were loaded before they were prepared (5.23, trainer.py:1563)
+                with loading_by_override(self):
+                    self._load_from_checkpoint(resume_from_checkpoint)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
-        self._announce(model)
+        self.begin_local_updates(resume_from_checkpoint)
+        if self.is_world_process_zero():
+            if (resumption := self.run_checkpoints.resumption) is not None:
+                resumption.warn_of_changes(self)
+            self.run_report.begin(model)
         return model, train_dataloader
-
-    def _announce(self, model: nn.Module) -> None:
-        """Say on the main process how the run is set up, and in what it differs from that of its checkpoint."""
-        if not self.is_world_process_zero():
-            return
-        if self.run_checkpoints.resumption is not None:
-            self.run_checkpoints.resumption.warn_of_changes(self)
-        self.run_report.begin(model)
-
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
-        if training:
-            check_optimizer(self)  # upstream has just had it made, and does not look
-        wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
-        return wrapped
 
     def _run_epoch(
         self,
@@ -415,25 +362,22 @@ class Trainer(ResumingMethods, transformers.Trainer):
         batches, restore_rng_from = begin_pass(self, train_dataloader, trained, checkpoint)
         saves = isinstance(train_dataloader, PreparedDataLoader) and restore_rng_from is None
         self._finish_boundary(model, trial, ignore_keys_for_eval, start_time, saves=saves)
-        self._loss_normalization.begin_epoch(self)
-        clock = self.run_clock
-        reader = WindowReader(batches, self.accelerator.readers, clock)
+        self._loss_normalization.begin_epoch(self.args)
+        self._reader = reader = WindowReader(batches, self.accelerator.readers, self.run_clock)
         run = EpochRun(
             trainer=self,
             reader=reader,
-            clock=clock,
             model=model,
             epoch=epoch,
             steps_in_epoch=steps_in_epoch,
             trial=trial,
             ignore_keys_for_eval=ignore_keys_for_eval,
             start_time=start_time,
-            guard=self.accelerator.nonfinite_guard,
             step=trained - 1,
             is_resumed=is_resumed,
         )
-        self._reader = reader
-        with run.taking_back():
+        guard = self.accelerator.nonfinite_guard
+        with nullcontext() if guard is None else setting(guard, roll_back=take_back):
             try:
                 run.train(restore_rng_from)
             finally:
@@ -652,21 +596,19 @@ class Trainer(ResumingMethods, transformers.Trainer):
         super()._report_to_hp_search(trial, step, metrics)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
-        searches, self.args.auto_find_batch_size = self.args.auto_find_batch_size, False
+        searches = self.args.auto_find_batch_size
         try:
             # Whatever a subclass evaluates with: what is drawn must not move the streams that training goes on with.
-            with KeptStreams():
+            with KeptStreams(), setting(self.args, auto_find_batch_size=False):
                 return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
         except RuntimeError as error:
-            if searches and is_out_of_memory(error):
-                # Without "out of memory": the search must not answer with a smaller training batch.
-                raise RuntimeError(
-                    "Evaluation hit an out-of-memory error. `auto_find_batch_size` only adjusts the training batch "
-                    "size, reduce `per_device_eval_batch_size` instead."
-                ) from error
-            raise
-        finally:
-            self.args.auto_find_batch_size = searches
+            if not searches or not is_out_of_memory(error):
+                raise
+            # Without "out of memory": the search must not answer with a smaller training batch.
+            raise RuntimeError(
+                "Evaluation hit an out-of-memory error. `auto_find_batch_size` only adjusts the training batch size, "
+                "reduce `per_device_eval_batch_size` instead."
+            ) from error
 
     def get_num_trainable_parameters(self) -> int:
         """Return the number of trained parameters; upstream's is 0 under ZeRO-3, where a rank holds partitions."""
@@ -720,6 +662,29 @@ class Trainer(ResumingMethods, transformers.Trainer):
             return search_with_optuna(self, n_trials, direction, **kwargs)
         finally:
             self.hp_search_backend = None
+
+
+def _padding_collator(collator: Any, multiple: int | None) -> Any:
+    """Return a collator that pads to a multiple of a length: a copy of the given one, or that one where none is asked.
+
+    Raises:
+        ConfigError: it pads nothing, or to another multiple.
+    """
+    if multiple is None:
+        return collator
+    before = getattr(collator, "pad_to_multiple_of", 0)
+    if before not in (None, multiple) or multiple < 1:
+        name = getattr(collator, "__name__", type(collator).__name__)
+        own = f"pads to a multiple of {before}" if before else "has no such option"
+        reason = "is no length" if multiple < 1 else f"cannot be asked of {name}, which {own}"
+        raise ConfigError(
+            f"pad_batches_to_multiple_of={multiple} {reason}; use a collator of transformers that pads, such as "
+            "DataCollatorWithPadding(tokenizer), and a length of 1 or more, or leave it out"
+        )
+    # A copy: the collator is the user's, who may give it to another Trainer as well.
+    padding = copy.copy(collator)
+    padding.pad_to_multiple_of = multiple
+    return padding
 
 
 def _count_elsewhere(module: nn.Module) -> int:

@@ -151,11 +151,9 @@ class DeepSpeedCheckpointIO(CheckpointIO):
     def _options(self) -> dict[str, Any]:
         """Return the options of the groups, and the fp16 loss scale."""
         scaler = self._scaler
+        named = zip(self._param_groups, self.group_names(), strict=True)
         return {
-            "param_groups": [
-                {**group_options(group), "params": names}
-                for group, names in zip(self._param_groups, self.group_names(), strict=True)
-            ],
+            "param_groups": [{**group_options(group), "params": names} for group, names in named],
             "loss_scale": {name: vars(scaler)[name] for name in _SCALE if scaler is not None},
         }
 
@@ -366,7 +364,7 @@ def _read_frozen(tensor: Tensor, run: Run) -> Tensor:
         return run.within(partition).clone()
 
 
-Fill = Callable[[Tensor], None]
+Fill = Callable[[Tensor], Any]
 """Fills the elements of one run, in a tensor of its flat partition's size."""
 
 
@@ -398,9 +396,15 @@ class PartitionReads(Reads):
         if is_unsharded:
             self.add(stored, name, tensor.detach())
         if frozen is not None:
-            self._reads.append(partial(_fill_partition, self._fill(stored, name, frozen), tensor))
+            fill = self._fill(stored, name, frozen)
+
+            def fill_partition() -> None:
+                with opened_partition(tensor, changes=True) as partition:
+                    fill(partition)
+
+            self._reads.append(fill_partition)
         elif trained is not None and is_unsharded and tensor.dtype == self._partitions.master_dtype:
-            self._flats[trained.flat].values.append(partial(_copy_run, tensor, trained))
+            self._flats[trained.flat].values.append(lambda flat: trained.within(flat).copy_(trained.of_full(tensor)))
         elif trained is not None:
             self._flats[trained.flat].values.append(self._fill(stored, name, trained))
 
@@ -466,12 +470,3 @@ class PartitionReads(Reads):
                             fill(state[key])
         for finish in self._last:
             finish()
-
-
-def _fill_partition(fill: Fill, parameter: Tensor) -> None:
-    with opened_partition(parameter, changes=True) as partition:
-        fill(partition)
-
-
-def _copy_run(tensor: Tensor, run: Run, flat: Tensor) -> None:
-    run.within(flat).copy_(run.of_full(tensor))

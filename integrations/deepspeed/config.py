@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from accel_trainer.config.deepspeed.block import ZERO3_INIT, EngineBlock, read_block
-from accel_trainer.config.deepspeed.keys import (
+from accel_trainer.config.config_source import problem_report
+from accel_trainer.config.deepspeed_block import ZERO3_INIT, EngineBlock, leaves, read_block
+from accel_trainer.config.deepspeed_keys import (
     KNOWN_KEYS,
     OPTIMIZER_PARAMS,
     OPTIMIZER_TYPES,
@@ -25,8 +26,7 @@ from accel_trainer.config.deepspeed.keys import (
     join,
     unknown_keys,
 )
-from accel_trainer.config.readers.config_source import problem_report
-from accel_trainer.config.schema import get_key
+from accel_trainer.config.schema import get_key, set_key
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.integrations.deepspeed.runtime import import_deepspeed
@@ -286,19 +286,18 @@ class _Resolver:
             if zero.pop(old, False) is True:
                 zero.setdefault(new, {"device": "cpu"})
         # No model and no data tells stage or devices: "auto" is refused in a look before them, too.
-        if isinstance(zero.get("stage", 0), bool) or zero.get("stage", 0) not in (0, 1, 2, 3):
+        stage = zero.get("stage", 0)
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             self._wrong("zero_optimization.stage", "0, 1, 2 or 3")
+            zero["stage"] = 0
         else:
-            self._offload("offload_optimizer", zero, needs=1)
-            self._offload("offload_param", zero, needs=3)
-            return
-        zero["stage"] = 0
+            self._offload("offload_optimizer", stage, needs=1)
+            self._offload("offload_param", stage, needs=3)
 
-    def _offload(self, name: str, zero: dict[str, Any], needs: int) -> None:
+    def _offload(self, name: str, stage: int, needs: int) -> None:
         section = self._section(f"zero_optimization.{name}")
         path = f"zero_optimization.{name}.device"
         device = section.get("device", "none")
-        stage = zero.get("stage", 0)
         needs = 3 if device == "nvme" else needs
         if device not in _DEVICES:
             self._wrong(path, f"one of {', '.join(map(repr, _DEVICES))}")
@@ -523,16 +522,10 @@ def installed_keys() -> Keys:
     """Return the tables of known keys with the installed release's own ones."""
     known: dict[str, Any] = copy.deepcopy(dict(KNOWN_KEYS))
     for section, model in _models():
-        _add(get_key(known, section), model_keys(model))
+        for path, value in leaves(model_keys(model), section):
+            if get_key(known, path) is None:
+                set_key(known, path, value)
     return known
-
-
-def _add(known: dict[str, Any], found: Mapping[str, Any]) -> None:
-    for name, inner in found.items():
-        if isinstance(inner, Mapping) and isinstance(known.get(name), dict):
-            _add(known[name], inner)
-        else:
-            known.setdefault(name, inner)
 
 
 def wrong_values(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -554,9 +547,7 @@ def wrong_values(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _refusal(section: str, item: Mapping[str, Any]) -> tuple[str, str]:
-    path = section
-    for name in item["loc"]:
-        path = join(path, str(name))
+    path = ".".join([section, *map(str, item["loc"])])
     reason = str(item["msg"]).removeprefix("Value error, ").removeprefix("Assertion failed, ")
     found = f" is {show(item['input'])}, which DeepSpeed refuses" if item["loc"] else ": DeepSpeed refuses it"
     return path, f"{found}: {reason}"

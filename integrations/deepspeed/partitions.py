@@ -16,10 +16,9 @@ from accel_trainer.checkpoint.boxes import Box, boxes_of_run
 
 def flat_partitions(zero: Any) -> list[Tensor]:
     """Return the flat fp32 partitions of this rank that stand in the engine's optimizer for the parameters."""
-    flats: list[Tensor] | None = getattr(zero, "single_partition_of_fp32_groups", None)
-    if flats is None:
-        flats = getattr(zero, "fp32_partitioned_groups_flat", None)
-    return list(zero.fp32_groups_flat_partition) if flats is None else list(flats)
+    # Of ZeRO-1 and 2, of ZeRO-3, and of the engine's optimizer for bf16 with fp32 sums.
+    names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
+    return list(next(getattr(zero, name) for name in names if getattr(zero, name, None) is not None))
 
 
 def unsharded_shape(tensor: Tensor) -> tuple[int, ...]:

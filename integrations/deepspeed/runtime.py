@@ -6,18 +6,31 @@ import contextlib
 import ctypes.util
 import io
 import logging as std_logging
+import os
 import shutil
+import socket
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.file_baton import FileBaton
+
+from accel_trainer import logging
 from accel_trainer.errors import ConfigError, MissingExtraError
-from accel_trainer.integrations.deepspeed.extension_locks import watch_locks
 from accel_trainer.runtime.availability import is_deepspeed_available
 from accel_trainer.runtime.process import ProcessContext, read_environment
 
 if TYPE_CHECKING:
     from torch import nn
+
+logger = logging.get_logger(__name__)
+
+_PATIENCE_SECONDS = 20.0
+"""Compiling the collectives for the CPU, the smallest op, takes about as long."""
+_ABANDONED_SECONDS = 3600.0
+"""The largest op, which writes to NVMe, takes nine minutes of one processor."""
 
 
 def require_deepspeed() -> None:
@@ -142,3 +155,69 @@ def forget_module(module: nn.Module) -> None:
     for cached in (method, *(cell.cell_contents for cell in cells)):
         if hasattr(cached, "cache_clear"):
             cached.cache_clear()
+
+
+# --- the locks under which torch compiles DeepSpeed's ops ------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def watch_locks() -> Iterator[None]:
+    """Run a block that may load ops of DeepSpeed, and speak up where it waits for the lock of one for 20 s.
+
+    A warning on each rank says which lock, how old, which process holds it, and what to delete; the run goes on as soon
+    as the lock is gone.
+
+    Raises:
+        ConfigError: no process of this machine holds the lock, and it is an hour old.
+    """
+    # torch.utils.cpp_extension makes a file `lock` in the folder of an op, compiles, and removes it. A process that is
+    # killed meanwhile leaves it there, and torch makes every later one wait for it for ever, without a word.
+    wait, FileBaton.wait = FileBaton.wait, _wait  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        FileBaton.wait = wait  # type: ignore[method-assign]
+
+
+def _wait(baton: Any) -> None:
+    lock, since, has_warned = Path(baton.lock_file_path), time.monotonic(), False
+    while lock.exists():
+        time.sleep(baton.wait_seconds)
+        if time.monotonic() - since < _PATIENCE_SECONDS:
+            continue
+        # The age after the holders: a lock that is released meanwhile has no holder, and is not an abandoned one.
+        holders = _find_holders(lock)
+        try:
+            age_seconds = time.time() - lock.stat().st_mtime
+        except OSError:
+            return
+        if not holders and age_seconds >= _ABANDONED_SECONDS:
+            raise ConfigError(_describe(lock, age_seconds, holders))
+        if not has_warned:
+            has_warned = True
+            logger.warning("%s. Waiting for it", _describe(lock, age_seconds, holders), main_process_only=False)
+
+
+def _find_holders(lock: Path) -> list[str]:
+    """Return the processes of this machine that have the lock open, as far as this one may look (on Linux)."""
+    holders = []
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.path.samefile(link, lock):
+                pid = link.parts[2]
+                command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                holders.append(f"{pid} ({command.strip()[:100]})")
+        except OSError:  # gone, or another user's
+            continue
+    return holders
+
+
+def _describe(lock: Path, age_seconds: float, holders: list[str]) -> str:
+    waited = f"DeepSpeed waits for the lock {lock}, which is {age_seconds:.0f} s old"
+    if holders:
+        return f"{waited}: process {', '.join(holders)} compiles there. If that one hangs, end it and delete the lock"
+    return (
+        f"{waited} and which no process on {socket.gethostname()} is seen to hold: one that compiled there was killed, "
+        "unless another machine or container compiles into the same folder. If none does, delete the folder "
+        f"{lock.parent} and start again; it is compiled anew"
+    )

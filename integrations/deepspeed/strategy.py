@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,10 +18,9 @@ from accel_trainer.checkpoint.weights.adapters import adapter_folders
 from accel_trainer.config import MixedPrecision, OutputDtype, Resolved, RunConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
-from accel_trainer.integrations.deepspeed.extension_locks import watch_locks
-from accel_trainer.integrations.deepspeed.runtime import check_can_start, require_deepspeed, start_engine
+from accel_trainer.integrations.deepspeed.runtime import check_can_start, require_deepspeed, start_engine, watch_locks
 from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, EvaluationUnit, release_earlier
-from accel_trainer.precision import PrecisionPolicy, apply_autocast
+from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
 from accel_trainer.runtime.availability import is_transformers_available
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
@@ -31,30 +30,23 @@ from accel_trainer.strategies.optimizers import OptimizerPlaceholder, check_kind
 from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
 from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place, require_values
-from accel_trainer.tree import map_leaves
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NEVER_PRINT = 2**31
 """Steps between two progress lines of the engine: the loop's own reporting is the user's."""
-
 
 _NEEDS_SHAPES = (
     "the engine hands it flat pieces of all parameters of a group, and its update depends on the shape or the place of "
     "each parameter; use AdamW, or shard with FSDP (fsdp=True, strategy 'fsdp2')"
 )
 _UNSUPPORTED = {
-    **dict.fromkeys(
-        (
-            "apollo_torch",
-            "galore_torch",
-            "grokadamw",
-            "optimi.StableAdamW",
-            "torch.Adafactor",
-            "torch.Muon",
-            "transformers.Adafactor",
-        ),
-        _NEEDS_SHAPES,
-    ),
+    "apollo_torch": _NEEDS_SHAPES,
+    "galore_torch": _NEEDS_SHAPES,
+    "grokadamw": _NEEDS_SHAPES,
+    "optimi.StableAdamW": _NEEDS_SHAPES,
+    "torch.Adafactor": _NEEDS_SHAPES,
+    "torch.Muon": _NEEDS_SHAPES,
+    "transformers.Adafactor": _NEEDS_SHAPES,
     "schedulefree": "it switches between two sets of weights, and the engine has copies of its own of one of them; use "
     "AdamW, or shard with FSDP (fsdp=True, strategy 'fsdp2')",
     "torch.Adagrad": "it makes its state as it is built, for parameters that the engine then replaces; use another "
@@ -62,12 +54,12 @@ _UNSUPPORTED = {
 }
 
 
+@dataclass(eq=False)
 class _PiecewiseBuilding:
     """transformers' switch for `deepspeed.zero.Init`, with which no rank holds a full model while one is built."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
-        self.is_enabled = True
+    config: dict[str, Any]
+    is_enabled: bool = True
 
     def is_zero3(self) -> bool:
         """Whether parameters are to be partitioned as they are made; transformers asks for each model."""
@@ -261,10 +253,8 @@ def _resolve_job(job: TrainJob, process: ProcessContext) -> EngineConfig:
         known |= {"given_optimizer": "dummy", "optimizer": _optimizer_facts(job.optimizers[0])}
     if job.schedule is not None:
         known |= {"given_scheduler": "dummy", "scheduler": _facts(job.schedule, "DummyScheduler")}
-    if job.micro_batch_size is not None:
-        known["micro_batch_size"] = _rows(job.micro_batch_size)
-    hidden_size = hidden_size_of(getattr(job.model, "config", None))
-    return _resolve(job.resolved, process.world_size, hidden_size=hidden_size, **known)
+    known["hidden_size"] = hidden_size_of(getattr(job.model, "config", None))
+    return _resolve(job.resolved, process.world_size, job.micro_batch_size, **known)
 
 
 def _optimizer_facts(placeholder: OptimizerPlaceholder) -> dict[str, Fact]:
@@ -279,14 +269,13 @@ def _facts(numbers: Mapping[str, Any], stand_in: str) -> dict[str, Fact]:
     return {name: Fact(value, f"{stand_in}({name}=...)") for name, value in numbers.items()}
 
 
-def _rows(number: int) -> Fact:
-    return Fact(number, "the prepared data loader", is_default=True)
-
-
-def _resolve(resolved: Resolved, world_size: int, *, partial: bool = False, **known: Any) -> EngineConfig:
+def _resolve(
+    resolved: Resolved, world_size: int, num_rows: int | None = None, *, partial: bool = False, **known: Any
+) -> EngineConfig:
     """Return the engine's configuration, filled with values of the run; `partial` before there is a job."""
     # 1 without a loader: the engine only reports by the size of a batch, and divides nothing by it.
-    facts = _facts_of(resolved, world_size, **{"micro_batch_size": _rows(1), **known})
+    rows = Fact(1 if num_rows is None else num_rows, "the prepared data loader", is_default=True)
+    facts = _facts_of(resolved, world_size, micro_batch_size=rows, **known)
     engine_config = resolve_engine_config(resolved.config.deepspeed, facts=facts, partial=partial)
     engine_config.data.setdefault("steps_per_print", _NEVER_PRINT)
     return engine_config
@@ -297,21 +286,14 @@ def _facts_of(resolved: Resolved, world_size: int, **known: Any) -> Facts:
         return Fact(value, resolved.describe(name), is_default=not resolved.is_set(name))
 
     config = resolved.config
-    own = {
-        "accumulation_steps": fact("accumulation.num_steps", config.accumulation.num_steps),
-        "precision": fact("mixed_precision", str(config.mixed_precision)),
-        "origins": resolved.block_origins(),
-    }
-    return Facts(world_size=world_size, **{**own, **known})
-
-
-Given = Mapping[str, tuple[Any, bool]]
-"""Value of each of a Trainer's arguments by name, and whether it was left at its default."""
+    known.setdefault("accumulation_steps", fact("accumulation.num_steps", config.accumulation.num_steps))
+    precision = fact("mixed_precision", str(config.mixed_precision))
+    return Facts(world_size=world_size, precision=precision, origins=resolved.block_origins(), **known)
 
 
 def resolve_arguments(
     resolved: Resolved,
-    given: Given,
+    given: Mapping[str, tuple[Any, bool]],
     process: ProcessContext,
     *,
     model: Any = None,
@@ -322,6 +304,7 @@ def resolve_arguments(
     """Return the engine's configuration with every "auto" that a Trainer's arguments answer.
 
     Args:
+        given: the value of each argument by name, and whether it was left at its default.
         model: for its sizes; None before there is one.
         num_steps: updates of the training. Without it, an "auto" that nothing fills yet is left out.
         kinds: `given_optimizer` and `given_scheduler`, as of `Facts`.
@@ -379,10 +362,9 @@ def _check_parameters(job: TrainJob, config: EngineConfig) -> None:
         if config.stage < 3 or hasattr(parameter, "ds_id"):
             continue
         if not parameter.ndim or not parameter.numel():
-            what = "no elements" if parameter.ndim else "no dimension"
-            hint = (
-                "leave it out of the model" if parameter.ndim else "give it one (torch.ones(1), not torch.tensor(1.0))"
-            )
+            what, hint = "no dimension", "give it one (torch.ones(1), not torch.tensor(1.0))"
+            if parameter.ndim:
+                what, hint = "no elements", "leave it out of the model"
             raise ConfigError(
                 f"{name!r} of {kind} is a parameter of {what}, which ZeRO-3 of DeepSpeed cannot lay out; {hint}, or "
                 "use stage 2 or strategy 'fsdp2'"
@@ -405,10 +387,8 @@ def _check_leaf_classes(job: TrainJob, config: EngineConfig) -> None:
 
 def _group_names(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
     """Return the names of the parameters of each group."""
-    if optimizer is None:
-        return []
     names = {id(parameter): uncompiled_name(name) for name, parameter in model.named_parameters()}
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return [[names[id(p)] for p in group["params"]] for group in (optimizer.param_groups if optimizer else ())]
 
 
 def _cast_around(model: nn.Module, engine_config: EngineConfig, config: RunConfig) -> list[RemovableHandle]:
@@ -417,24 +397,11 @@ def _cast_around(model: nn.Module, engine_config: EngineConfig, config: RunConfi
     if dtype is None:
         return []
 
-    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return _cast(args, dtype), _cast(kwargs, dtype)
-
-    policy = PrecisionPolicy(output=torch.float32, casts_beside_loss=config.output_dtype == OutputDtype.FP32)
-
-    def give(module: nn.Module, args: Any, output: Any) -> Any:
-        return policy.cast_outputs(output)
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return cast_floating((args, kwargs), dtype, of=(torch.float32,))
 
     hooks = [model.register_forward_pre_hook(take, with_kwargs=True)]
     if config.output_dtype != OutputDtype.KEPT:
-        hooks.append(model.register_forward_hook(give))
+        policy = PrecisionPolicy(output=torch.float32, casts_beside_loss=config.output_dtype == OutputDtype.FP32)
+        hooks.append(model.register_forward_hook(lambda module, args, output: policy.cast_outputs(output)))
     return hooks
-
-
-def _cast(data: Any, dtype: torch.dtype) -> Any:
-    """Return `data` with its fp32 tensors in `dtype`."""
-
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
-
-    return map_leaves(cast, data, is_leaf=lambda node: isinstance(node, torch.Tensor))

@@ -76,10 +76,6 @@ class EvaluationUnit(NativeUnit):
         raise _came_late(optimizer, self.module)
 
 
-def _do_nothing() -> None:
-    return
-
-
 def _loss_scale(zero: Any) -> Any:
     """Return the scale of the engine's gradients; its optimizer for bf16 with fp32 sums has none."""
     return getattr(zero, "loss_scale", 1.0)
@@ -369,7 +365,7 @@ class DeepSpeedUnit(TrainUnit):
         self._engine.destroy()
         # When it is collected, DeepSpeed 0.19.8 destroys it again: the parameters of ZeRO-1 and 2 would lose the links
         # to their partitions that the next engine has made, and be gathered as zeros.
-        self._engine.destroy = _do_nothing
+        self._engine.destroy = lambda: None
         for hook in self._hooks:
             hook.remove()
         for parameter in self.module.parameters():

@@ -1,4 +1,4 @@
-"""How many collectives a step costs beside those of plain PyTorch: none in the common path."""
+"""How often ranks exchange something in a step: as often as plain PyTorch, unless a feature is used that needs more."""
 
 from __future__ import annotations
 
@@ -7,98 +7,169 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch import nn, profiler
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from accel_trainer import Accelerator, DataLoaderConfiguration
-from tests.ranks import run_ranks
+from accel_trainer import Accelerator, DataLoaderConfiguration, PartialState
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.accelerator")
+
+NUM_STEPS = 4
 
 
 class Stream(IterableDataset):
+    """Samples in a row; every rank reads all of them and keeps its part."""
+
     num_shards = 1
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(16))
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.ones(4 * NUM_STEPS, 4)
 
 
 class Shards(Stream):
+    """Two shards, one for each rank."""
+
     num_shards = 2
 
     def shard(self, num_shards: int, index: int) -> Stream:
         return Stream()
 
 
-def count(function: Callable[[], Any]) -> int:
-    """Return how many collectives of the default group a function starts; the group numbers them."""
-    group = dist.distributed_c10d._get_default_group()
-    before = group._get_sequence_number_for_group()
-    function()
-    return group._get_sequence_number_for_group() - before
+def count(run: Callable[[], None]) -> int:
+    """Run a pass to warm up, then another one; return how many collectives the second took."""
+    run()
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as recorder:
+        run()
+    return sum(event.count for event in recorder.key_averages() if event.key.startswith("c10d::"))
 
 
-def count_steps(accelerator: Accelerator, dataset: Any, **options: Any) -> int:
-    loader = accelerator.prepare(DataLoader(dataset, 4, **options))
-    return count(lambda: [None for _ in loader])
+def plain(sharded: bool) -> int:
+    """Count those of a loop in plain PyTorch."""
+    PartialState(cpu=True)
+    model = nn.Linear(4, 1)
+    if sharded:
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.ones(4 * NUM_STEPS, 4))
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
+
+    def run() -> None:
+        for (batch,) in loader:
+            model(batch).mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return count(run)
+
+
+def ours(feature: str = "", strategy: str = "ddp", stream: Stream | None = None, **options: Any) -> int:
+    """Count those of the same loop with an Accelerator, and with one feature more."""
+    accelerator = Accelerator(cpu=True, strategy=strategy, **options)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    data = stream or torch.ones(4 * NUM_STEPS, 4)
+    loader = DataLoader(data, batch_size=2, shuffle=None if stream else True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+
+    def run() -> None:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                losses = model(batch)
+                loss = losses.mean()
+                if feature == "global_token_mean":
+                    loss = accelerator.global_token_mean(losses.sum(), len(batch))
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if feature == "check_trigger":
+                accelerator.check_trigger()
+            if feature == "gather_for_metrics":
+                accelerator.gather_for_metrics(losses)
+            if feature == "gather_for_metrics of a pair":
+                accelerator.gather_for_metrics((batch, losses))
+            if feature == "gather_for_metrics, padded":
+                accelerator.gather_for_metrics(losses, pad_index=0)
+            if feature == "gather_for_metrics of strings":
+                accelerator.gather_for_metrics({"loss": losses, "text": ["a"] * len(batch)})
+
+    return count(run)
 
 
 def count_everything() -> dict[str, int]:
-    accelerator = Accelerator(cpu=True)
-    counts = {
-        "map": count_steps(accelerator, range(32), shuffle=True),
-        "stream": count_steps(accelerator, Stream()),
-        "shards": count_steps(accelerator, Shards()),
+    """Count all loops on this rank."""
+    uneven = DataLoaderConfiguration(even_batches=False)
+    return {
+        "plain ddp": plain(sharded=False),
+        "plain fsdp2": plain(sharded=True),
+        "ddp": ours(),
+        "fsdp2": ours(strategy="fsdp2"),
+        "uneven": ours(dataloader_config=uneven),
+        "stream": ours(stream=Stream()),
+        "shards": ours(stream=Shards()),
+        "bf16": ours(mixed_precision="bf16"),
+        "accumulation": ours(gradient_accumulation_steps=2),
+        "global_token_mean": ours("global_token_mean"),
+        "check_trigger": ours("check_trigger"),
+        "gather_for_metrics": ours("gather_for_metrics"),
+        **{
+            name: ours(name)
+            for name in (f"gather_for_metrics{what}" for what in (" of a pair", ", padded", " of strings"))
+        },
+        "dispatch": ours(stream=Stream(), dataloader_config=DataLoaderConfiguration(dispatch_batches=True)),
+        "rng_types": ours(rng_types=["torch"]),
+        "debug": ours("gather_for_metrics", config={"debug": True}),
     }
-    dispatching = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
-    counts["dispatch"] = count_steps(dispatching, range(32))
-    pair = (torch.ones(4, 3), torch.ones(4))
-    for _ in accelerator.prepare(DataLoader(range(16), 4)):
-        counts["gather_for_metrics"] = count(lambda: accelerator.gather_for_metrics(pair))
-        counts["ragged"] = count(lambda: accelerator.gather_for_metrics(pair, pad_index=0))
-        counts["strings"] = count(lambda: accelerator.gather_for_metrics((*pair, ["a"] * 4)))
-    return counts
 
 
-def train() -> tuple[int, int]:
-    """Count the collectives of two updates of two micro-batches, by hand with DDP and with an Accelerator."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    inputs = torch.ones(2, 4)
-    by_hand = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
-    ours = nn.Linear(4, 1)
-    model, optimizer = accelerator.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
-
-    def hand_step() -> None:
-        for _ in range(2):
-            with by_hand.no_sync():
-                by_hand(inputs).sum().backward()
-            by_hand(inputs).sum().backward()
-            nn.utils.clip_grad_norm_(by_hand.parameters(), 1.0)
-            by_hand.zero_grad()
-
-    def our_step() -> None:
-        for _ in range(4):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(inputs).sum())
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    hand_step()
-    our_step()
-    return count(hand_step), count(our_step)
+@pytest.fixture(scope="module")
+def counts() -> dict[str, int]:
+    """What one of two ranks counted."""
+    return run_ranks(count_everything, 2, timeout=100)[0]
 
 
-def count_all() -> tuple[dict[str, int], tuple[int, int]]:
-    return count_everything(), train()
+@pytest.mark.parametrize("loop", ["ddp", "uneven", "stream", "bf16"])
+def test_a_step_takes_the_collectives_of_plain_pytorch(counts: dict[str, int], loop: str):
+    assert counts[loop] == counts["plain ddp"] == NUM_STEPS
 
 
-@pytest.mark.multirank
-def test_the_common_path_adds_no_collective_to_a_step() -> None:
-    for counts, (by_hand, ours) in run_ranks(count_all, 2):
-        assert (counts["map"], counts["stream"]) == (0, 0)
-        assert counts["gather_for_metrics"] == 2, "one for each tensor"
-        assert counts["shards"] >= 4, "one exchange for each step"
-        assert counts["dispatch"] >= 4
-        assert counts["ragged"] > counts["gather_for_metrics"]
-        assert counts["strings"] > counts["gather_for_metrics"]
-        assert ours == by_hand == 2
+def test_a_sharded_step_takes_those_of_fully_shard(counts: dict[str, int]):
+    assert counts["fsdp2"] == counts["plain fsdp2"]
+
+
+def test_accumulation_exchanges_once_for_each_window(counts: dict[str, int]):
+    assert counts["accumulation"] == NUM_STEPS // 2
+
+
+@pytest.mark.parametrize(
+    ("feature", "per_step", "per_pass"),
+    [
+        ("global_token_mean", 1, 0),
+        ("check_trigger", 1, 0),
+        ("gather_for_metrics", 1, 0),
+        ("gather_for_metrics of a pair", 2, 0),
+        ("rng_types", 0, 1),
+    ],
+)
+def test_a_feature_adds_what_the_page_says(counts: dict[str, int], feature: str, per_step: int, per_pass: int):
+    assert counts[feature] - counts["ddp"] == per_step * NUM_STEPS + per_pass
+
+
+def test_debug_compares_calls_beside_the_collectives(counts: dict[str, int]):
+    assert counts["debug"] == counts["gather_for_metrics"]
+
+
+@pytest.mark.parametrize(
+    ("feature", "per_step"),
+    [("gather_for_metrics of strings", 2), ("gather_for_metrics, padded", 2), ("dispatch", 2), ("shards", 1)],
+)
+def test_what_sends_objects_or_shapes_takes_more(counts: dict[str, int], feature: str, per_step: int):
+    assert counts[feature] >= counts["ddp"] + per_step * NUM_STEPS

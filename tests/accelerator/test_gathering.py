@@ -1,152 +1,153 @@
-"""How often ranks exchange something in a step: as often as plain PyTorch, unless a feature is used that needs more."""
+"""Collectives without an Accelerator at hand, the process they speak for, and the flag that any rank may raise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn, profiler
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from accel_trainer import Accelerator, DataLoaderConfiguration, PartialState
+from accel_trainer import Accelerator, PartialState, set_seed, utils
+from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.runtime.process import current_process, destroy_process_group
 from tests.ranks import preload, run_ranks
 
-preload("accel_trainer.accelerator")
-
-NUM_STEPS = 4
+preload("accel_trainer.accelerator", "accel_trainer.utils")
 
 
-class Stream(IterableDataset):
-    """Samples in a row; every rank reads all of them and keeps its part."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from torch.ones(4 * NUM_STEPS, 4)
-
-
-def count(run: Callable[[], None]) -> int:
-    """Run a pass to warm up, then another one; return how many collectives the second took."""
-    run()
-    with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as recorder:
-        run()
-    return sum(event.count for event in recorder.key_averages() if event.key.startswith("c10d::"))
-
-
-def plain(sharded: bool) -> int:
-    """Count those of a loop in plain PyTorch."""
-    PartialState(cpu=True)
-    model = nn.Linear(4, 1)
-    if sharded:
-        fully_shard(model)
-    else:
-        model = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = TensorDataset(torch.ones(4 * NUM_STEPS, 4))
-    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
-
-    def run() -> None:
-        for (batch,) in loader:
-            model(batch).mean().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return count(run)
-
-
-def ours(feature: str = "", strategy: str = "ddp", stream: bool = False, **options: Any) -> int:
-    """Count those of the same loop with an Accelerator, and with one feature more."""
-    accelerator = Accelerator(cpu=True, strategy=strategy, **options)
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    data = Stream() if stream else torch.ones(4 * NUM_STEPS, 4)
-    loader = DataLoader(data, batch_size=2, shuffle=None if stream else True)
-    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-
-    def run() -> None:
-        for batch in loader:
-            with accelerator.accumulate(model):
-                losses = model(batch)
-                loss = losses.mean()
-                if feature == "global_token_mean":
-                    loss = accelerator.global_token_mean(losses.sum(), len(batch))
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            if feature == "check_trigger":
-                accelerator.check_trigger()
-            if feature == "gather_for_metrics":
-                accelerator.gather_for_metrics(losses)
-            if feature == "gather_for_metrics of strings":
-                accelerator.gather_for_metrics({"loss": losses, "text": ["a"] * len(batch)})
-
-    return count(run)
-
-
-def count_everything() -> dict[str, int]:
-    """Count all loops on this rank."""
-    uneven = DataLoaderConfiguration(even_batches=False)
+def exchange() -> dict[str, Any]:
+    """Call every collective of `accel_trainer.utils` on this rank."""
+    with pytest.raises(
+        ProcessGroupError, match=r"has not joined .* yet; make an Accelerator\(\) or a PartialState\(\)"
+    ):
+        utils.gather(torch.zeros(1))
+    rank = PartialState(cpu=True).process_index
+    value = torch.tensor([float(rank + 1)])
+    names = utils.broadcast_object_list([f"rank {rank}"], from_process=1)
+    padded = utils.pad_across_processes(torch.ones(rank + 1), pad_index=-1)
+    set_seed(5, device_specific=True)
+    seed = torch.initial_seed()
+    utils.synchronize_rng_states(["torch"])
+    utils.wait_for_everyone()
     return {
-        "plain ddp": plain(sharded=False),
-        "plain fsdp2": plain(sharded=True),
-        "ddp": ours(),
-        "fsdp2": ours(strategy="fsdp2"),
-        "uneven": ours(dataloader_config=uneven),
-        "stream": ours(stream=True),
-        "bf16": ours(mixed_precision="bf16"),
-        "accumulation": ours(gradient_accumulation_steps=2),
-        "global_token_mean": ours("global_token_mean"),
-        "check_trigger": ours("check_trigger"),
-        "gather_for_metrics": ours("gather_for_metrics"),
-        "gather_for_metrics of strings": ours("gather_for_metrics of strings"),
-        "dispatch": ours(stream=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)),
-        "rng_types": ours(rng_types=["torch"]),
-        "debug": ours("gather_for_metrics", config={"debug": True}),
+        "drawn": torch.rand(2).tolist(),
+        "gather": utils.gather({"x": value})["x"].tolist(),
+        "object": utils.gather_object({"rank": rank}),
+        "sum": utils.reduce(value, "sum").item(),
+        "unnamed": [utils.reduce(value).item(), Accelerator(cpu=True).reduce(value).item()],
+        "min": utils.reduce(value, "min").item(),
+        "mean": utils.reduce(value, utils.ReduceOp.MEAN, scale=2.0).item(),
+        "broadcast": utils.broadcast(value, from_process=1).item(),
+        "names": names,
+        "padded": padded.tolist(),
+        "seed": seed,
     }
 
 
-@pytest.fixture(scope="module")
-def counts() -> dict[str, int]:
-    """What one of two ranks counted."""
-    return run_ranks(count_everything, 2, timeout=100)[0]
+def test_functions_speak_for_the_job_that_was_joined():
+    first, second = run_ranks(exchange, 2)
+    shared = {
+        "gather": [1.0, 2.0],
+        "object": [{"rank": 0}, {"rank": 1}],
+        "sum": 3.0,
+        "unnamed": [1.5, 3.0],
+        "min": 1.0,
+        "mean": 3.0,
+        "broadcast": 2.0,
+        "names": ["rank 1"],
+    }
+    for result in (first, second):
+        assert {key: result[key] for key in shared} == shared
+    assert [first["padded"], second["padded"]] == [[1.0, -1.0], [1.0, 1.0]]
+    assert [first["seed"], second["seed"]] == [5, 6]
+    assert first["drawn"] == second["drawn"]
 
 
-@pytest.mark.parametrize("loop", ["ddp", "uneven", "stream", "bf16"])
-def test_a_step_takes_the_collectives_of_plain_pytorch(counts: dict[str, int], loop: str):
-    assert counts[loop] == counts["plain ddp"] == NUM_STEPS
+def test_without_a_launcher_they_speak_for_a_process_alone():
+    destroy_process_group()
+    assert (current_process().rank, current_process().world_size) == (0, 1)
+    assert utils.gather(torch.tensor(3.0)).tolist() == [3.0]
+    assert utils.reduce(torch.tensor([2, 4]), "mean").tolist() == [2.0, 4.0]
+    utils.wait_for_everyone()
+    assert current_process() == Accelerator(cpu=True).process
+    before = torch.get_rng_state()
+    utils.synchronize_rng_states(["torch"])
+    assert torch.equal(torch.get_rng_state(), before)
+    with pytest.raises(ConfigError, match="rng_types has 'numpy'; expected some of 'torch', 'generator'"):
+        utils.synchronize_rng_states(["numpy"])
+    with pytest.raises(ConfigError, match="unknown reduction 'minimum', expected one of sum, mean, min"):
+        utils.reduce(torch.zeros(1), "minimum")
+    with pytest.raises(ConfigError, match="got neither rng_type nor generator"):
+        utils.synchronize_rng_state()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.warns(utils.CannotPadNestedTensorWarning, match="leaves as it is; pad it with to_padded_tensor"):
+        assert utils.pad_across_processes(nested) is nested
 
 
-def test_a_sharded_step_takes_those_of_fully_shard(counts: dict[str, int]):
-    assert counts["fsdp2"] == counts["plain fsdp2"]
+def stop_together() -> list[bool]:
+    """Raise the flag on rank 1 at step 2, and look at every step."""
+    accelerator = Accelerator(cpu=True)
+    seen = []
+    for step in range(5):
+        if accelerator.process_index == accelerator.num_processes - 1 and step == 2:
+            accelerator.set_trigger()
+        seen.append(accelerator.check_trigger())
+    told = accelerator.broadcast(torch.tensor([accelerator.process_index]), from_process=accelerator.num_processes - 1)
+    assert told.item() == accelerator.num_processes - 1
+    assert accelerator.broadcast_object_list([accelerator.process_index]) == [0]
+    return seen
 
 
-def test_accumulation_exchanges_once_for_each_window(counts: dict[str, int]):
-    assert counts["accumulation"] == NUM_STEPS // 2
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_trigger_of_one_rank_is_seen_once_by_all_at_the_same_step(num_ranks: int):
+    assert run_ranks(stop_together, num_ranks) == [[False, False, True, False, False]] * num_ranks
 
 
-@pytest.mark.parametrize(
-    ("feature", "per_step", "per_pass"),
-    [
-        ("global_token_mean", 1, 0),
-        ("check_trigger", 1, 0),
-        ("gather_for_metrics", 1, 0),
-        ("rng_types", 0, 1),
-    ],
-)
-def test_a_feature_adds_what_the_page_says(counts: dict[str, int], feature: str, per_step: int, per_pass: int):
-    assert counts[feature] - counts["ddp"] == per_step * NUM_STEPS + per_pass
+def exchange_more() -> dict[str, Any]:
+    """Call the collectives that only some scripts use, with debug on for the last."""
+    state = PartialState(cpu=True)
+    rank = state.process_index
+    generator = torch.Generator().manual_seed(rank)
+    utils.synchronize_rng_states(["generator"], generator)
+    first = torch.rand(1, generator=generator).item()
+    torch.manual_seed(rank)
+    utils.synchronize_rng_state("torch")
+    second = torch.rand(1).item()
+    copied = utils.copy_tensor_to_devices(torch.tensor([1, 2], dtype=torch.int16) if rank == 1 else None)
+    with pytest.raises(ConfigError, match="got a tensor on 2 of 2 ranks; give it on one, None elsewhere"):
+        utils.copy_tensor_to_devices(torch.ones(1))
+    state.debug = True
+    for call in (utils.gather, utils.reduce, utils.broadcast):
+        with pytest.raises(utils.DistributedOperationException, match=r"rank 1 has float32 \(2,\)"):
+            call({"x": torch.ones(rank + 1)})
+    with pytest.raises(utils.DistributedOperationException, match="the ranks do not agree"):
+        utils.pad_across_processes(torch.ones([1] * (rank + 1)))
+    state.debug = False
+    return {"drawn": (first, second), "copied": (copied.tolist(), copied.dtype)}
 
 
-def test_debug_compares_calls_beside_the_collectives(counts: dict[str, int]):
-    assert counts["debug"] == counts["gather_for_metrics"]
+def test_streams_and_tensors_of_one_rank_reach_the_others_and_debug_compares():
+    first, second = run_ranks(exchange_more, 2)
+    assert first == second
+    assert first["copied"] == ([1, 2], torch.int16)
 
 
-@pytest.mark.parametrize("feature", ["gather_for_metrics of strings", "dispatch"])
-def test_what_sends_objects_takes_more(counts: dict[str, int], feature: str):
-    assert counts[feature] >= counts["ddp"] + 2 * NUM_STEPS
+def test_structures_of_tensors():
+    data = {"a": [torch.arange(4.0)], "b": ("text", torch.tensor([1.5, 2.5], dtype=torch.bfloat16))}
+    assert utils.listify(data) == {"a": [[0.0, 1.0, 2.0, 3.0]], "b": ("text", [1.5, 2.5])}
+    assert utils.listify(utils.slice_tensors(data, slice(1, 2)))["a"] == [[1.0]]
+    assert utils.find_device(data) == torch.device("cpu")
+    assert utils.find_device({"a": 1}) is None
+    described = utils.get_data_structure(data)
+    assert described["a"][0] == utils.TensorInformation(torch.Size([4]), torch.float32)
+    assert utils.initialize_tensors(described)["b"][1].dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="cannot apply square to a str; pass nested lists"):
+        utils.recursively_apply(torch.square, data, error_on_other_type=True)
+
+
+@pytest.mark.parametrize(("rows", "ranks", "padded"), [(1, 2, 2), (4, 3, 6), (61, 6, 66), (4, 2, 4)])
+def test_inputs_are_padded_to_a_multiple_by_their_last_row(rows: int, ranks: int, padded: int):
+    batch = torch.arange(rows)[:, None].expand(rows, 3)
+    found = utils.pad_input_tensors({"x": batch}, rows, ranks)["x"]
+    assert torch.equal(found[:rows], batch)
+    assert (len(found), found[rows:].unique().tolist()) == (padded, [rows - 1] if padded > rows else [])

@@ -82,10 +82,14 @@ def ours() -> tuple[State, State]:
     return before, state_of(model, optimizer)
 
 
-def by_hand() -> tuple[State, State]:
+def by_hand(build_outer: Any = None) -> tuple[State, State]:
+    """The exchanges after steps 3 and 6, and that of leaving the block after step 8; of DiLoCo, if it is asked for."""
     accelerator = Accelerator(cpu=True)  # for the loader alone
     model, optimizer = build()
     loader = accelerator.prepare(DataLoader(TensorDataset(INPUTS), BATCH))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    outer_weights = [nn.Parameter(parameter.detach().clone()) for parameter in trained]
+    outer = build_outer and build_outer(outer_weights)
 
     def average(tensors: Any) -> None:
         for tensor in tensors:
@@ -94,7 +98,13 @@ def by_hand() -> tuple[State, State]:
                 tensor /= 2
 
     def synchronize() -> None:
-        average(parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
+        average(parameter.detach() for parameter in trained)
+        if outer:
+            for parameter, weight in zip(trained, outer_weights, strict=True):
+                weight.grad = weight.detach() - parameter.detach()
+            outer.step()
+            for parameter, weight in zip(trained, outer_weights, strict=True):
+                parameter.data.copy_(weight)
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
@@ -254,41 +264,13 @@ def what_is_refused() -> None:
         pass
 
 
-@pytest.mark.multirank
-def test_what_cannot_be_updated_apart_is_refused() -> None:
-    run_ranks(what_is_refused, 2)
-
-
 def outer_optimizer(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def diloco_by_hand() -> State:
-    """The exchanges after steps 3 and 6, and that of leaving the block after step 8."""
-    accelerator = Accelerator(cpu=True)  # for the loader alone
-    model, optimizer = build()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    outer_weights = [nn.Parameter(parameter.detach().clone()) for parameter in trained]
-    outer = outer_optimizer(outer_weights)
-    for step, (inputs,) in enumerate(accelerator.prepare(DataLoader(TensorDataset(INPUTS), BATCH)), 1):
-        model(inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % ROUND == 0 or step == STEPS:
-            for parameter, weight in zip(trained, outer_weights, strict=True):
-                dist.all_reduce(parameter.data)
-                weight.grad = weight.detach() - parameter.detach() / 2
-            outer.step()
-            for parameter, weight in zip(trained, outer_weights, strict=True):
-                parameter.data.copy_(weight)
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0)
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def diloco(directory: Path) -> list[State]:
     """Return the weights by hand, of a run, and of runs that went on from its states in a round and between two."""
-    results = [diloco_by_hand()]
+    results = [by_hand(outer_optimizer)[1]]
     for load, done in (("", 0), ("4", 4), ("6", 6)):
         accelerator, model, optimizer, loader = prepare()
         block = LocalSGD(accelerator, model, ROUND, outer_optimizer=outer_optimizer)
@@ -303,16 +285,8 @@ def diloco(directory: Path) -> list[State]:
                 block.step()
                 if not load and step in (4, 6):
                     accelerator.save_state(directory / str(step))
-        results.append({name: tensor.clone() for name, tensor in model.module.state_dict().items()})
+        results.append(state_of(model, optimizer))
     return results
-
-
-def load_diloco_alone(directory: Path) -> State:
-    accelerator, model, *_ = prepare()
-    block = LocalSGD(accelerator, model, ROUND, outer_optimizer=outer_optimizer)
-    accelerator.load_state(directory)
-    assert not block.enabled
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.multirank
@@ -324,7 +298,10 @@ def test_an_outer_optimizer_is_that_of_a_loop_by_hand_also_after_a_resume(tmp_pa
         torch.testing.assert_close(whole[name], expected, rtol=1e-6, atol=1e-7)
     assert same(within_a_round, whole)
     assert same(between_rounds, whole)
-    assert load_diloco_alone(tmp_path / "6").keys() == whole.keys()
+    accelerator, model, optimizer, _ = prepare()
+    assert not LocalSGD(accelerator, model, ROUND, outer_optimizer=outer_optimizer).enabled
+    accelerator.load_state(tmp_path / "6")
+    assert state_of(model, optimizer).keys() == whole.keys()
 
 
 def fail_in_block() -> None:
@@ -339,11 +316,6 @@ def fail_in_block() -> None:
         fail()
     with LocalSGD(accelerator, model, ROUND) as block:
         assert block._replicas.num_steps == 2  # none was averaged
-
-
-@pytest.mark.multirank
-def test_an_error_leaves_the_block_without_waiting_for_others() -> None:
-    run_ranks(fail_in_block, 2)
 
 
 class Counting(torch.optim.SGD):
@@ -384,7 +356,8 @@ def test_state_that_has_no_mean_becomes_rank_zeros() -> None:
         assert state["momentum_buffer"].unique().tolist() == [0]  # rank 0's, with the codes that belong to it
 
 
-def count_updates() -> tuple[list[int], int]:
+def count_updates() -> None:
+    """A step is an update, and the others send nothing."""
     accelerator, model, optimizer, loader = prepare(gradient_accumulation_steps=2)
     exchanges, sequence = [], dist.distributed_c10d._get_default_group()._get_sequence_number_for_group
     with LocalSGD(accelerator, model, 2) as block:
@@ -398,12 +371,13 @@ def count_updates() -> tuple[list[int], int]:
                 block.step()
             if sequence() > before:
                 exchanges.append(micro_batch)
-    return exchanges, block.num_steps
+    assert (exchanges, block.num_steps) == ([4, 8], 4)
 
 
 @pytest.mark.multirank
-def test_a_step_is_an_update_and_the_others_send_nothing() -> None:
-    assert run_ranks(count_updates, 2) == [([4, 8], 4)] * 2
+@pytest.mark.parametrize("job", [what_is_refused, fail_in_block, count_updates], ids=lambda job: job.__name__)
+def test_replicas_that_cannot_be_apart_are_refused_and_errors_or_micro_batches_exchange_nothing(job: Any) -> None:
+    run_ranks(job, 2)
 
 
 def test_one_process_has_nothing_to_average() -> None:

@@ -69,55 +69,49 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-# --- strategy and number of processes ------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "count", "name"),
+    [
+        ({}, 1, "single"), ({}, 2, "ddp"), ({}, 64, "ddp"),  # the number of processes decides
+        ({"strategy": "ddp"}, 1, "ddp"), ({"strategy": "ddp"}, 2, "ddp"), ({"strategy": "fsdp2"}, 2, "fsdp2"),
+        ({"strategy": "single"}, 1, "single"),
+        ({"file": {"distributed_type": "MULTI_CPU", "num_processes": 2}}, 2, "ddp"),
+    ],
+)  # fmt: skip
+def test_a_strategy_that_fits_is_taken(given: dict[str, Any], count: int, name: str):
+    assert build_strategy(configured(**given), processes(count)).name == name
 
 
-@pytest.mark.parametrize(("count", "name"), [(1, "single"), (2, "ddp"), (64, "ddp")])
-def test_the_number_of_processes_decides_when_nothing_else_does(count: int, name: str):
-    assert build_strategy(configured(), processes(count)).name == name
-
-
-@pytest.mark.parametrize(("name", "count"), [("ddp", 1), ("ddp", 2), ("fsdp2", 2), ("single", 1)])
-def test_a_strategy_that_fits_is_taken(name: str, count: int):
-    assert build_strategy(configured(strategy=name), processes(count)).name == name
-
-
-def test_fsdp_with_one_process_names_the_launch_command():
-    message = (
-        r"^strategy=fsdp2 \(from Accelerator\(strategy=\.\.\.\)\): strategy 'fsdp2' needs at least 2 processes and "
-        r"this job has 1; training unsharded .* is not an option\. .*launch --num_processes 2 SCRIPT`.*--cpu"
-    )
+@pytest.mark.parametrize(
+    ("strategy", "text", "count", "message"),
+    [
+        (
+            "fsdp2", "", 1,
+            r"^strategy=fsdp2 \(from Accelerator\(strategy=\.\.\.\)\): strategy 'fsdp2' needs at least 2 processes and "
+            r"this job has 1; training unsharded .* is not an option\. .*launch --num_processes 2 SCRIPT`.*--cpu",
+        ),
+        (
+            None, "distributed_type: FSDP\nnum_processes: 8\n", 1,
+            r"run\.yaml:1\).*this job has 1;.*launch --num_processes 8 SCRIPT`",
+        ),
+        ("single", "", 2, r"'single' is for 1 process and this job has 2, which would each train alone"),
+        *(
+            (
+                None, f"strategy: auto\nlaunch:\n  num_processes: {stated}\n", count,
+                rf"launch\.num_processes={stated} \(from .*run\.yaml:3\), and {count} process\(es\) run this job\. "
+                rf"Start it with `accel-trainer launch --num_processes {stated} SCRIPT`, or set num_processes to "
+                rf"{count} there",
+            )
+            for stated, count in ((2, 4), (4, 1))
+        ),
+    ],
+)  # fmt: skip
+def test_a_number_of_processes_that_does_not_fit_says_what_to_start(
+    tmp_path: Path, strategy: str | None, text: str, count: int, message: str
+):
+    resolved = configured(file=write(tmp_path, text) if text else None, strategy=strategy)
     with pytest.raises(ConfigError, match=message):
-        build_strategy(configured(strategy="fsdp2"), processes(1))
-
-
-def test_fsdp_with_one_process_names_the_number_in_the_file(tmp_path: Path):
-    file = write(tmp_path, "distributed_type: FSDP\nnum_processes: 8\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml:1\).*this job has 1;.*launch --num_processes 8 SCRIPT`"):
-        build_strategy(configured(file=file), processes(1))
-
-
-def test_several_single_processes_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"'single' is for 1 process and this job has 2, which would each train alone"
-    ):
-        build_strategy(configured(strategy="single"), processes(2))
-
-
-@pytest.mark.parametrize(("stated", "count"), [(2, 4), (4, 1)])
-def test_a_world_size_that_contradicts_the_file_says_both(tmp_path: Path, stated: int, count: int):
-    file = write(tmp_path, f"strategy: auto\nlaunch:\n  num_processes: {stated}\n")
-    message = (
-        rf"launch\.num_processes={stated} \(from .*run\.yaml:3\), and {count} process\(es\) run this job\. Start "
-        rf"it with `accel-trainer launch --num_processes {stated} SCRIPT`, or set num_processes to {count} there"
-    )
-    with pytest.raises(ConfigError, match=message):
-        build_strategy(configured(file=file), processes(count))
-
-
-def test_a_world_size_that_the_file_states_is_taken(tmp_path: Path):
-    file = write(tmp_path, "distributed_type: MULTI_CPU\nnum_processes: 2\n")
-    assert build_strategy(configured(file=file), processes(2)).name == "ddp"
+        build_strategy(resolved, processes(count))
 
 
 @pytest.mark.parametrize(
@@ -141,21 +135,6 @@ def test_what_fewer_processes_after_a_restart_cannot_do_is_refused_at_the_first_
     """Given in Python, where the launcher does not see it."""
     with pytest.raises(ConfigError, match=message):
         build_strategy(resolve(explicit=options, environ={"ACCEL_TRAINER_LAUNCH__NUM_PROCESSES": "1:4"}), processes(4))
-
-
-def test_an_unknown_strategy_is_refused():
-    with pytest.raises(ConfigError, match=r"unknown strategy 'fsdp'; did you mean 'fsdp2'\?"):
-        Accelerator(cpu=True, strategy="fsdp")
-
-
-def test_fp16_on_the_cpu_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"mixed_precision=fp16 \(from Accelerator\(.*\)\): fp16 was asked for on the CPU"
-    ):
-        Accelerator(cpu=True, mixed_precision="fp16")
-
-
-# --- arguments that say different things ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,9 +217,6 @@ def test_arguments_that_agree_are_taken():
     assert (resolved.config.accumulation.num_steps, resolved.config.accumulation.sync_each_batch) == (4, True)
 
 
-# --- explicit, environment, file -----------------------------------------------------------------------------------
-
-
 def test_an_explicit_argument_wins_over_environment_and_file(tmp_path: Path):
     file = write(tmp_path, "accumulation:\n  num_steps: 8\nmixed_precision: bf16\n")
     environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXED_PRECISION": "bf16"}
@@ -274,11 +250,8 @@ def test_plugins_write_nothing_to_the_environment():
     GradientAccumulationPlugin(num_steps=2).explicit()
     DistributedDataParallelKwargs(static_graph=True).given()
     configured(fsdp_plugin=FullyShardedDataParallelPlugin())
-    Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+    Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16").prepare(nn.Linear(1, 1))
     assert dict(os.environ) == before
-
-
-# --- plugins reach the configuration -------------------------------------------------------------------------------
 
 
 def wrap_linear(module: nn.Module) -> bool:
@@ -318,17 +291,6 @@ def test_a_field_of_the_fsdp_plugin_reaches_the_configuration(name: str):
     assert getattr(resolve(environ={}).config.fsdp, path) != expected  # or nothing was shown
     others = [p for p in resolved.sources if p.startswith("fsdp.") and p != f"fsdp.{path}"]
     assert {resolved.source(p).kind.value for p in others} == {"default"}
-
-
-@pytest.mark.parametrize(
-    ("written", "policy"),
-    [("transformer_based_wrap", "transformer"), ("NO_WRAP", "none"), ("none", "none"), ("size", "size")],
-)
-def test_names_of_wrap_policies(written: str, policy: str):
-    assert (
-        configured(fsdp_plugin=FullyShardedDataParallelPlugin(auto_wrap_policy=written)).config.fsdp.wrap_policy
-        == policy
-    )
 
 
 def test_a_callable_policy_is_kept_beside_the_configuration():
@@ -377,6 +339,10 @@ FSDP1_REFUSED = {
         ({"state_dict_type": StateDictType.SHARDED_STATE_DICT}, {"state_dict_type": "sharded"}),
         ({"cpu_offload": CPUOffload(offload_params=True)}, {"offload_params": True}),
         (FSDP1_WITHOUT_EFFECT, {}),
+        *(
+            ({"auto_wrap_policy": written}, {"wrap_policy": policy})
+            for written, policy in (("transformer_based_wrap", "transformer"), ("NO_WRAP", "none"), ("none", "none"))
+        ),
     ],
 )
 def test_what_scripts_for_fsdp1_pass_to_the_plugin_is_taken(given: dict[str, Any], expected: dict[str, Any]):

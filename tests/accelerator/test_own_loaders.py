@@ -120,27 +120,16 @@ def test_first_batches_are_skipped():
     assert prepared.dispatches
 
 
-def test_the_sampler_inside():
-    sampler = RandomSampler(range(8))
-    loader = DataLoader(range(8), sampler=sampler, batch_size=2)
-    assert get_sampler(loader) is sampler
-    prepared = prepare_data_loader(loader, use_seedable_sampler=False, data_seed=1)
-    assert get_sampler(prepared) is sampler
-
-
 @pytest.mark.parametrize("even", [False, True])
 def test_shards_without_an_accelerator(even: bool):
-    read = [
-        [
-            batch.tolist()
-            for batch in prepare_data_loader(
-                DataLoader(range(10), batch_size=4), num_processes=2, process_index=rank, even_batches=even
-            )
-        ]
-        for rank in range(2)
-    ]
+    loader = DataLoader(range(10), batch_size=4)
+    shards = [prepare_data_loader(loader, None, 2, rank, even_batches=even) for rank in range(2)]
+    read = [[batch.tolist() for batch in shard] for shard in shards]
     assert read[0] == [[0, 1, 2, 3], [8, 9, 0, 1] if even else [8, 9]]
     assert read[1][0] == [4, 5, 6, 7]
+    loader = DataLoader(range(8), sampler=RandomSampler(range(8)), batch_size=2)
+    prepared = prepare_data_loader(loader, use_seedable_sampler=False, data_seed=1, even_batches=even)
+    assert get_sampler(prepared) is get_sampler(loader) is loader.sampler
 
 
 def on_two_ranks() -> Any:

@@ -39,6 +39,7 @@ def test_states_without_arguments_show_the_last_accelerators():
     assert gradients.num_steps == 3
     assert is_initialized()
     second = Accelerator(cpu=True)
+    assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (3, 1)
     assert AcceleratorState().mixed_precision == "no"
     assert (state.mixed_precision, first.mixed_precision, second.mixed_precision) == ("bf16", "bf16", "no")
     assert pickle.loads(pickle.dumps(second.state)).mixed_precision == "no"
@@ -72,17 +73,6 @@ def states_alone() -> None:
 
 def test_states_stand_alone():
     run_ranks(states_alone, 1)
-
-
-def join_with_backend() -> str:
-    state = PartialState(cpu=True, backend="gloo", timeout=timedelta(seconds=40))
-    with pytest.raises(ConfigError, match="nccl"):
-        PartialState(cpu=True, backend="nccl")
-    return state.backend
-
-
-def test_a_state_joins_with_the_backend_that_is_given():
-    assert run_ranks(join_with_backend, 2) == ["gloo", "gloo"]
 
 
 def test_states_outlive_their_accelerator_and_do_not_keep_it():
@@ -153,9 +143,6 @@ def test_the_project_directory_reaches_a_configuration_without_one():
     assert accelerator.project_configuration is configuration
     logs = Accelerator(cpu=True, project_config=ProjectConfiguration("here", logging_dir="logs"))
     assert (logs.project_dir, logs.logging_dir) == ("here", "logs")
-
-
-def test_two_project_directories_are_an_error():
     with pytest.raises(ConfigError, match=r"project_dir='b' was given, and ProjectConfiguration\(project_dir='a'\)"):
         Accelerator(cpu=True, project_dir="b", project_config=ProjectConfiguration("a"))
 
@@ -215,26 +202,18 @@ def test_a_block_that_raises_leaves_nobody_waiting(who: int, local: bool):
         assert ranks == [0, 1]
 
 
-def take_turns(folder: str) -> list[str]:
-    """Write a file first on one rank; the others find it."""
+def take_turns(folder: str) -> tuple[Any, ...]:
+    """Write a file first on one rank, which the others find, print, and call functions that run on some ranks."""
+    state = PartialState(cpu=True, backend="gloo", timeout=timedelta(seconds=40))
+    with pytest.raises(ConfigError, match="nccl"):
+        PartialState(cpu=True, backend="nccl")
     accelerator = Accelerator(cpu=True)
-    found = []
     with accelerator.main_process_first():
-        found.append(str(Path(folder, "cache").exists()))
+        found = Path(folder, "cache").exists()
         Path(folder, "cache").touch()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         accelerator.print("a line", end=".")
-    return [*found, printed.getvalue()]
-
-
-def test_the_main_process_goes_first_and_prints_for_its_node(tmp_path: Path):
-    assert run_ranks(take_turns, 3, str(tmp_path)) == [["False", "a line."], ["True", ""], ["True", ""]]
-
-
-def gated() -> list[Any]:
-    """What functions return that run on some ranks."""
-    accelerator = Accelerator(cpu=True)
     deciders = [
         accelerator.on_main_process,
         accelerator.on_local_main_process,
@@ -242,11 +221,15 @@ def gated() -> list[Any]:
         accelerator.on_process(process_index=1),
         accelerator.on_local_process(local_process_index=1),
     ]
-    return [decide(lambda: accelerator.process_index)() for decide in deciders]
+    return state.backend, found, printed.getvalue(), [decide(lambda: state.process_index)() for decide in deciders]
 
 
-def test_functions_run_on_the_ranks_that_they_are_for():
-    assert run_ranks(gated, 3) == [[0, 0, None, None, None], [None, None, None, 1, 1], [None, None, 2, None, None]]
+def test_ranks_take_turns_print_for_their_node_and_run_the_functions_that_are_for_them(tmp_path: Path):
+    assert run_ranks(take_turns, 3, str(tmp_path)) == [
+        ("gloo", False, "a line.", [0, 0, None, None, None]),
+        ("gloo", True, "", [None, None, None, 1, 1]),
+        ("gloo", True, "", [None, None, 2, None, None]),
+    ]
 
 
 def test_several_tpus_have_the_name_of_the_field():

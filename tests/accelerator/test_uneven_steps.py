@@ -16,15 +16,6 @@ from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
 
-NUM_SAMPLES = 13
-
-
-class Stream(IterableDataset):
-    """A few samples without a length."""
-
-    def __iter__(self) -> Any:
-        return iter(torch.ones(4, 2))
-
 
 class Ready(IterableDataset):
     """Batches that are ready, of unequal sizes."""
@@ -34,17 +25,17 @@ class Ready(IterableDataset):
             yield torch.arange(begin, begin + size)
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
-    """Return a model, its optimizer and 13 samples."""
+def build(num_samples: int = 13) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
+    """Return a model, its optimizer and samples."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    x = torch.randn(NUM_SAMPLES, 3)
+    x = torch.randn(num_samples, 3)
     return model, torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(x, x.sum(dim=1, keepdim=True))
 
 
-def plain_loop() -> list[float]:
-    """Train on global batches of 4, the last one with a single sample."""
-    model, optimizer, data = build()
+def plain_loop(num_samples: int) -> list[float]:
+    """Train on global batches of 4."""
+    model, optimizer, data = build(num_samples)
     for x, y in DataLoader(data, batch_size=4):
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
@@ -52,11 +43,11 @@ def plain_loop() -> list[float]:
     return [value for p in model.parameters() for value in p.flatten().tolist()]
 
 
-def train_uneven(strategy: str, is_default: bool) -> dict[str, Any]:
+def train_uneven(strategy: str, is_default: bool, num_samples: int) -> dict[str, Any]:
     """Train by default, or filled up but for the context; return weights, batch sizes, and the setting afterwards."""
     filled_up = None if is_default else DataLoaderConfiguration(even_batches=True)
     accelerator = Accelerator(cpu=True, strategy=strategy, dataloader_config=filled_up)
-    model, optimizer, data = build()
+    model, optimizer, data = build(num_samples)
     loader = DataLoader(data, batch_size=4 // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     seen = []
@@ -80,12 +71,16 @@ def train_uneven(strategy: str, is_default: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_default", [True, False], ids=["default", "context"])
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
-def test_ranks_without_samples_take_part_and_count_nothing(strategy: str, ranks: int, is_default: bool):
-    results = run_ranks(train_uneven, ranks, strategy, is_default)
-    assert results[0]["weights"] == pytest.approx(plain_loop(), abs=1e-6)
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "rest"), [("single", 1, 1), ("ddp", 2, 1), ("ddp", 2, 2), ("ddp", 2, 3), ("fsdp2", 2, 1)]
+)
+def test_ranks_with_fewer_samples_or_none_take_part_and_count_those(
+    strategy: str, ranks: int, rest: int, is_default: bool
+):
+    results = run_ranks(train_uneven, ranks, strategy, is_default, 12 + rest)
+    assert results[0]["weights"] == pytest.approx(plain_loop(12 + rest), abs=1e-6)
     for result in results:
-        assert result["sizes"] == [4, 4, 4, 1]
+        assert result["sizes"] == [4, 4, 4, rest]
         assert result["after"] is not is_default
         assert result["ready"] == list(range(8))
         assert result["gathered"] >= 8  # the last batch is lent to a rank that has none
@@ -93,14 +88,14 @@ def test_ranks_without_samples_take_part_and_count_nothing(strategy: str, ranks:
 
 def test_loaders_are_left_as_they_are_unless_told(caplog: pytest.LogCaptureFixture):
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=True))
-    loader, stream = accelerator.prepare(DataLoader(build()[2]), DataLoader(Stream()))
+    loader, stream = accelerator.prepare(DataLoader(build()[2]), DataLoader(Ready()))
     with accelerator.join_uneven_inputs():
         assert loader.batch_sampler.even_batches
     with caplog.at_level(logging.WARNING), accelerator.join_uneven_inputs(even_batches=False):
         assert not loader.batch_sampler.even_batches
     assert loader.batch_sampler.even_batches
     assert "leaves loaders of iterable datasets alone" in caplog.text
-    assert len(list(stream)) == 4
+    assert len(list(stream)) == 3
 
 
 def gather_repeated(num_samples: int) -> tuple[list[float], list[float], list[float]]:

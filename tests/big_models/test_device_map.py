@@ -66,15 +66,10 @@ def test_what_is_no_size_is_an_error(size: str):
         convert_file_size_to_int(size)
 
 
-def test_the_bytes_of_a_value():
-    assert (dtype_byte_size(torch.bool), dtype_byte_size(torch.bfloat16), dtype_byte_size(torch.float8_e5m2)) == (
-        1 / 8,
-        2,
-        1,
-    )
-
-
 def test_dtypes_that_torch_does_not_have_are_counted_packed():
+    assert [dtype_byte_size(dtype) for dtype in (torch.bool, torch.bfloat16, torch.float8_e5m2)] == [1 / 8, 2, 1]
+    with pytest.raises(ConfigError, match="dtype='fp32' is no dtype of torch; give one"):
+        dtype_byte_size("fp32")
     # A quantiser asks for them: 7B in int4 take an eighth of the bytes of fp32, and fit where that does not.
     assert [dtype_byte_size(each) for each in CustomDtype] == [1, 0.5, 0.25]
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 4))
@@ -84,21 +79,11 @@ def test_dtypes_that_torch_does_not_have_are_counted_packed():
     assert infer_auto_device_map(model, {0: 50, "cpu": 500}, dtype="float32") == {"": "cpu"}
 
 
-def test_what_is_no_dtype_has_no_bytes():
-    with pytest.raises(ConfigError, match="dtype='fp32' is no dtype of torch; give one"):
-        dtype_byte_size("fp32")
-
-
 def test_sizes_are_those_of_the_tensors_and_sum_up():
     with init_empty_weights(include_buffers=True):
         model = Block()
     sizes = compute_module_sizes(model)
-    assert {name: sizes[name] for name in ("", "first", "norm", "second.weight")} == {
-        "": 236,
-        "first": 64,
-        "norm": 72,
-        "second.weight": 80,
-    }
+    assert [sizes[name] for name in ("", "first", "norm", "second.weight")] == [236, 64, 72, 80]
     # num_batches_tracked is an integer, and stays one.
     assert compute_module_sizes(model, dtype="float16")[""] == (236 - 8) // 2 + 8
     assert compute_module_sizes(model, dtype="float16", special_dtypes={"first.weight": "float32"})["first"] == 56
@@ -137,11 +122,8 @@ def test_tied_weights_come_together_and_count_once():
         "block2.first": 1,
         "block2.norm": 1,
     }
-
-
-def test_a_parameter_of_the_model_itself_may_be_tied_to_one_inside():
     model = blocks(2)
-    model.shared = model.block1.second.weight
+    model.shared = model.block1.second.weight  # a parameter of the model itself, tied to one inside
     assert infer_auto_device_map(model, {0: 10_000}) == {"": 0}
 
 

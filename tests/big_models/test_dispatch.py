@@ -109,13 +109,6 @@ def test_gradients_flow_through_an_offloaded_model(model: Net):
     assert torch.equal(torch.autograd.grad(model.used.inner(x).sum(), x)[0], plain)
 
 
-def test_weights_in_memory_replace_those_of_an_earlier_offload(model: Net, expected: Tensor, tmp_path: Path):
-    torch.manual_seed(2)
-    disk_offload(Net(), tmp_path)
-    disk_offload(model, tmp_path, preload_module_classes=["Used"])
-    assert torch.equal(model(IDS), expected)
-
-
 DISK = {"embed": "disk", "head": "disk", "hidden": "disk", "used": "disk", "norm": "disk", "scale": "cpu"}
 
 
@@ -147,15 +140,18 @@ def test_a_checkpoint_runs_from_disk(model: Net, tmp_path: Path, safe: bool, dty
     assert not list(folder.glob("head*")) or not list(folder.glob("embed*"))
 
 
-def test_mapped_weights_are_the_files_own_pages(model: Net, tmp_path: Path):
+def test_mapped_weights_are_the_files_own_pages_and_do_not_move(model: Net, tmp_path: Path):
     save_weights(model.state_dict(), tmp_path)
     load_checkpoint_and_dispatch(model, tmp_path, DISK)
-    (hook,) = [model.hidden._hf_hook]
-    address = hook.stored()[0].data_ptr()
+    address = model.hidden._hf_hook.stored()[0].data_ptr()
     maps = Path("/proc/self/maps").read_text().splitlines()
     ranges = [line.split()[0].split("-") for line in maps if line.endswith(str(tmp_path / "model.safetensors"))]
     assert any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
     assert os.listdir(tmp_path) == ["model.safetensors"]
+    with pytest.raises(OffloadedModelError, match=r"Net is offloaded: .* remove_hook_from_submodules\(model\)"):
+        model.to("cpu")
+    remove_hook_from_submodules(model)
+    assert "to" not in vars(model)
 
 
 def test_loading_and_dispatching_may_be_two_steps(model: Net, expected: Tensor, tmp_path: Path):
@@ -189,21 +185,14 @@ def test_an_offloaded_model_is_saved_over_its_own_checkpoint(model: Net, expecte
 
 
 def test_a_deep_copy_computes_with_hooks_of_its_own(model: Net, expected: Tensor, tmp_path: Path):
+    torch.manual_seed(2)
+    disk_offload(Net(), tmp_path)  # which the weights of the next one replace
     disk_offload(model, tmp_path, preload_module_classes=["Used"])
     copied = copy.deepcopy(model)
     remove_hook_from_submodules(model)
     assert copied.hidden.weight.is_meta
     assert copied.hidden.forward.args[0] is copied.hidden
     assert torch.equal(copied(IDS), expected)
-
-
-def test_an_offloaded_model_does_not_move(model: Net, tmp_path: Path):
-    save_weights(model.state_dict(), tmp_path)
-    load_checkpoint_and_dispatch(model, tmp_path, DISK)
-    with pytest.raises(OffloadedModelError, match=r"Net is offloaded: .* remove_hook_from_submodules\(model\)"):
-        model.to("cpu")
-    remove_hook_from_submodules(model)
-    assert "to" not in vars(model)
 
 
 def test_what_has_no_values_is_an_error(model: Net, tmp_path: Path):

@@ -9,25 +9,14 @@ from pathlib import Path
 import pytest
 
 from accel_trainer.config import Dialect, packaged_names, read_file, resolve
-from accel_trainer.config.readers.config_source import MAX_BYTES
+from accel_trainer.config.config_source import MAX_BYTES
 from accel_trainer.errors import ConfigError
 
-STRATEGIES = {
-    "accelerate_fsdp_bert": "fsdp2",
-    "ddp": "ddp",
-    "fsdp_config_flat": "fsdp2",
-    "full_shard": "fsdp2",
-    "full_shard_bf16": "fsdp2",
-    "full_shard_offload": "fsdp2",
-    "hybrid_shard": "fsdp2",
-    "shard_grad_op": "fsdp2",
-    "zero1": "deepspeed",
-    "zero2": "deepspeed",
-    "zero2_offload_optimizer": "deepspeed",
-    "zero3": "deepspeed",
-    "zero3_offload": "deepspeed",
-    "zero3_offload_nvme": "deepspeed",
-}
+NAMES = (
+    "accelerate_fsdp_bert", "ddp", "fsdp_config_flat", "full_shard", "full_shard_bf16", "full_shard_offload",
+    "hybrid_shard", "shard_grad_op", "zero1", "zero2", "zero2_offload_optimizer", "zero3", "zero3_offload",
+    "zero3_offload_nvme",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", packaged_names())
@@ -36,15 +25,12 @@ def test_every_packaged_configuration_loads_by_name(name, tmp_path, monkeypatch)
 
     resolved = resolve(file=name)
 
-    assert resolved.config.strategy == STRATEGIES[name]
+    assert resolved.config.strategy == ("deepspeed" if name[:4] == "zero" else "ddp" if name == "ddp" else "fsdp2")
     assert resolved.source("strategy").where.startswith(f"fsdp_configs/{name}.")
 
 
-def test_packaged_names_are_unambiguous():
-    assert len(packaged_names()) == len(set(packaged_names())) == len(STRATEGIES)
-
-
 def test_packaged_configurations_differ_where_their_names_do():
+    assert packaged_names() == NAMES
     assert resolve(file="full_shard").config.fsdp.reshard_after_forward
     assert not resolve(file="shard_grad_op").config.fsdp.reshard_after_forward
     assert resolve(file="hybrid_shard").config.fsdp.replicate_per_node
@@ -96,31 +82,32 @@ def test_a_missing_name_lists_the_packaged_ones(tmp_path, monkeypatch):
 
     assert str(caught.value) == (
         f"config file 'full_shrd' not found: there is no file {tmp_path / 'full_shrd'} and no packaged "
-        f"configuration of that name; did you mean 'full_shard'? Packaged: {', '.join(sorted(STRATEGIES))}"
+        f"configuration of that name; did you mean 'full_shard'? Packaged: {', '.join(NAMES)}"
     )
 
 
-def test_a_missing_file_is_named_by_its_absolute_path(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "tarin.yaml",
+            "config file 'tarin.yaml' not found: there is no file {cwd}/tarin.yaml; did you mean 'train.yaml'?",
+        ),
+        (
+            Path("runs/a.yaml"),
+            "config file 'runs/a.yaml' not found: there is no file {cwd}/runs/a.yaml; the directory {cwd}/runs does "
+            "not exist either",
+        ),
+        (Path(), "config file '.' is a directory: {cwd}; give the file in it"),
+    ],
+)
+def test_what_is_no_file_is_named_by_its_absolute_path(tmp_path, monkeypatch, source, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.yaml").write_text("", encoding="utf-8")
 
     with pytest.raises(ConfigError) as caught:
-        resolve(file="tarin.yaml")
-    assert str(caught.value) == (
-        f"config file 'tarin.yaml' not found: there is no file {tmp_path / 'tarin.yaml'}; did you mean 'train.yaml'?"
-    )
-
-    with pytest.raises(ConfigError) as caught:
-        read_file(Path("runs/a.yaml"))
-    assert str(caught.value) == (
-        f"config file 'runs/a.yaml' not found: there is no file {tmp_path / 'runs/a.yaml'}; "
-        f"the directory {tmp_path / 'runs'} does not exist either"
-    )
-
-
-def test_a_directory_is_not_a_configuration(tmp_path):
-    with pytest.raises(ConfigError, match=r"is a directory: .*; give the file in it"):
-        read_file(tmp_path)
+        read_file(source)
+    assert str(caught.value) == message.format(cwd=tmp_path)
 
 
 def test_an_unreadable_file_is_named_with_the_reason(tmp_path, monkeypatch):
@@ -136,38 +123,32 @@ def test_an_unreadable_file_is_named_with_the_reason(tmp_path, monkeypatch):
     assert str(caught.value) == f"config file {path} cannot be read: Permission denied"
 
 
-def test_a_path_that_is_too_long_is_an_error_of_its_own(tmp_path):
-    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
-        read_file(str(tmp_path / ("x" * 300)))
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"#" * MAX_BYTES + b"\n", rf"train\.yaml has {MAX_BYTES + 1} bytes; expected at most {MAX_BYTES}"),
+        (b"strategy: \xff\xfe", r"train\.yaml is not UTF-8 text: byte 10 does not decode; save it as UTF-8"),
+    ],
+    ids=["too large to be read", "not in UTF-8"],
+)
+def test_a_file_that_holds_no_configuration_is_refused(tmp_path, content, message):
+    (tmp_path / "train.yaml").write_bytes(content)
+
+    with pytest.raises(ConfigError, match=message):
+        read_file(tmp_path / "train.yaml")
 
 
-def test_a_large_file_is_refused_before_it_is_read(tmp_path):
-    path = tmp_path / "train.yaml"
-    path.write_text("#" * MAX_BYTES + "\n", encoding="utf-8")
-
-    with pytest.raises(ConfigError, match=f"{path} has {MAX_BYTES + 1} bytes; expected at most {MAX_BYTES}"):
-        read_file(path)
-
-
-def test_a_file_that_is_not_utf8_is_refused(tmp_path):
-    path = tmp_path / "train.yaml"
-    path.write_bytes(b"strategy: \xff\xfe")
-
-    with pytest.raises(ConfigError, match=r"train\.yaml is not UTF-8 text: byte 10 does not decode; save it as UTF-8"):
-        read_file(path)
-
-
-@pytest.mark.parametrize("source", [3, "", b"x", ["a"]])
-def test_other_types_are_not_configurations(source):
-    with pytest.raises(ConfigError, match="expected a path, a packaged name, JSON text or a mapping"):
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        *((source, "expected a path, a packaged name, JSON text or a mapping") for source in (3, "", b"x", ["a"])),
+        ("/" + "x" * 300, "cannot be read: File name too long"),
+        ("a: b\nc: d\n", r"text of several lines that starts with 'a: b'; .*write YAML text to a file"),
+    ],
+)
+def test_what_names_no_file_is_refused(source, message):
+    with pytest.raises(ConfigError, match=message):
         read_file(source)
-
-
-def test_yaml_text_is_not_taken_for_a_path():
-    with pytest.raises(
-        ConfigError, match=r"text of several lines that starts with 'strategy: ddp'; .*write YAML text to a file"
-    ):
-        read_file("strategy: ddp\nuse_cpu: true\n")
 
 
 def test_an_error_about_a_file_survives_pickling():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from accel_trainer.config import resolve
-from accel_trainer.config.deepspeed.block import read_block
+from accel_trainer.config.deepspeed_block import read_block
 from accel_trainer.config.schema import get_key, get_value
 from accel_trainer.errors import ConfigError
 

@@ -6,6 +6,7 @@ Dropout is off and weights are fp32, so that one process and many compute the sa
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -117,3 +118,36 @@ def plain_loop(kind: str, *, accumulation: int = 1, clip: bool = False, frozen: 
     with torch.no_grad():
         logits = model(**collate(samples[:11]))["logits"]
     return {"losses": losses, "norms": norms, "logits": logits.flatten()[:200].tolist()}
+
+
+def train(
+    parts: Mapping[str, Any],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    loss_of: Callable[[Any], Tensor],
+    clip: float = float("inf"),
+    skip: int = 0,
+    stop: int | None = None,
+) -> dict[str, list[float]]:
+    """Run the documents' loop over an epoch or a part of it; return the losses and norms of each update."""
+    accelerator = parts["accelerator"]
+    loader = accelerator.skip_first_batches(parts["loader"], skip) if skip else parts["loader"]
+    losses, norms, window = [], [], []
+    for index, batch in enumerate(loader):
+        with accelerator.accumulate(*models):
+            loss = loss_of(batch)
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_([p for model in models for p in model.parameters()], clip)
+            for each in [*optimizers, *schedulers]:
+                each.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        window.append(accelerator.reduce(loss.detach(), "mean").item())
+        if accelerator.sync_gradients:
+            losses.append(sum(window) / len(window))
+            norms.append(norm.item())
+            window = []
+        if stop is not None and index + 1 == stop:
+            break
+    return {"losses": losses, "norms": norms}

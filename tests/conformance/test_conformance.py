@@ -28,6 +28,8 @@ from tests.conformance.models import (
     freeze_part,
     plain_loop,
 )
+from tests.conformance.models import train as train_several
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator", "deepspeed")
@@ -93,6 +95,7 @@ def mark(*names: str, kind: str | None = None) -> Any:
     return pytest.param(*values, marks=pytest.mark.skipif(bool(missing), reason=f"needs {missing[:1]}"))
 
 
+WAYS: dict[str, Any] = {"clipped": {"clip": True}, "accumulated": {"accumulation": 3}, "frozen": {"frozen": True}}
 NAMES = [mark(name) for name, layout in LAYOUTS.items() if "mlp" in layout.kinds]
 CASES = [mark(name, kind=kind) for name, layout in LAYOUTS.items() for kind in layout.kinds]
 
@@ -108,39 +111,18 @@ def prepare(kind: str, layout: str, *, accumulation: int = 1, frozen: bool = Fal
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     micro_batch = GLOBAL_BATCH // accelerator.readers.world_size
     loader = DataLoader(build_samples(kind), batch_size=micro_batch, collate_fn=collate)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    prepared = accelerator.prepare(model, optimizer, loader, scheduler)
     return {
         "accelerator": accelerator,
-        "model": model,
-        "optimizer": optimizer,
-        "loader": loader,
-        "scheduler": scheduler,
+        **dict(zip(("model", "optimizer", "loader", "scheduler"), prepared, strict=True)),
     }
 
 
-def train(
-    parts: dict[str, Any], *, clip: bool = False, skip: int = 0, stop: int | None = None
-) -> dict[str, list[float]]:
+def train(parts: dict[str, Any], *, clip: bool = False, **part: Any) -> dict[str, list[float]]:
     """Run the documents' loop over an epoch or a part of it; return the losses and norms of each update."""
-    accelerator, model, optimizer = parts["accelerator"], parts["model"], parts["optimizer"]
-    loader = accelerator.skip_first_batches(parts["loader"], skip) if skip else parts["loader"]
-    losses, norms, window = [], [], []
-    for index, batch in enumerate(loader):
-        with accelerator.accumulate(model):
-            loss = model(**batch)["loss"]
-            accelerator.backward(loss)
-            norm = accelerator.clip_grad_norm_(model.parameters(), CLIP if clip else float("inf"))
-            optimizer.step()
-            parts["scheduler"].step()
-            optimizer.zero_grad()
-        window.append(accelerator.reduce(loss.detach(), "mean").item())
-        if accelerator.sync_gradients:
-            losses.append(sum(window) / len(window))
-            norms.append(norm.item())
-            window = []
-        if stop is not None and index + 1 == stop:
-            break
-    return {"losses": losses, "norms": norms}
+    models, optimizers, schedulers = ([parts[name]] for name in ("model", "optimizer", "scheduler"))
+    bound = CLIP if clip else float("inf")
+    return train_several(parts, models, optimizers, schedulers, lambda batch: models[0](**batch)["loss"], bound, **part)
 
 
 def evaluate(parts: dict[str, Any], kind: str, num_samples: int = 11) -> list[float]:
@@ -186,12 +168,8 @@ def run_resume(kind: str, layout: str, directory: str) -> dict[str, Any]:
 
 def run_all(kind: str, layout: str, directory: str) -> dict[str, dict[str, Any]]:
     """Everything that is asked of a strategy, in one job: a job costs more than a tiny training run."""
-    results = {
-        "resume": run_resume(kind, layout, directory),
-        "clipped": run_training(kind, layout, clip=True),
-        "accumulated": run_training(kind, layout, accumulation=3),
-        "frozen": run_training(kind, layout, frozen=True),
-    }
+    results = {"resume": run_resume(kind, layout, directory)}
+    results |= {way: run_training(kind, layout, **options) for way, options in WAYS.items()}
     if kind in ("gpt2", "bert"):
         results["tied"] = {"is_tied": is_tied_after_a_step(kind, layout)}
     if kind == "mlp":
@@ -250,31 +228,17 @@ def test_every_built_in_strategy_is_in_the_suite():
     assert {layout.strategy for layout in LAYOUTS.values()} == set(strategy_names())
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_losses_norms_and_evaluation_equal_the_plain_loop(layout: str, kind: str, states: Path):
-    reference = plain_loop(kind, clip=True)
-    for result in (results["clipped"] for results in results_of(layout, kind, states)):
-        assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
-        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
-        assert result["logits"] == pytest.approx(reference["logits"], abs=2e-5)
-
-
-@pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_accumulated_windows_equal_one_large_batch(layout: str, kind: str, states: Path):
+def test_losses_norms_and_evaluation_equal_the_plain_loop(layout: str, kind: str, way: str, states: Path):
+    reference = plain_loop(kind, **WAYS[way])
     # 8 batches in windows of 3: the last window holds 2, and its gradient is the mean over those.
-    reference = plain_loop(kind, accumulation=3)
-    for result in (results["accumulated"] for results in results_of(layout, kind, states)):
-        assert len(result["losses"]) == 3
+    assert len(reference["losses"]) == (3 if way == "accumulated" else NUM_BATCHES)
+    for result in (results[way] for results in results_of(layout, kind, states)):
         assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
-
-
-@pytest.mark.parametrize(("layout", "kind"), CASES)
-def test_frozen_parameters_train_like_the_plain_loop(layout: str, kind: str, states: Path):
-    reference = plain_loop(kind, frozen=True)
-    for result in (results["frozen"] for results in results_of(layout, kind, states)):
-        assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
-        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+        if way == "clipped":
+            assert result["logits"] == pytest.approx(reference["logits"], abs=2e-5)
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
@@ -339,9 +303,7 @@ def test_a_released_model_can_be_prepared_again(layout: str, states: Path):
         optimizer = build_optimizer(model)
         for begin in range(0, num_updates * GLOBAL_BATCH, GLOBAL_BATCH):
             loss = model(**collate(samples[begin : begin + GLOBAL_BATCH]))["loss"]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update(loss, optimizer)
             losses.append(loss.item())
     for results in results_of(layout, "mlp", states):
         assert results["released"]["losses"] == pytest.approx(losses, abs=2e-6)

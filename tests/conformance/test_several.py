@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from tests.conformance.models import CLIP, GLOBAL_BATCH, NUM_BATCHES, build_samples, collate
+from tests.conformance.models import train as train_several
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -112,30 +113,11 @@ def prepare(case: str, strategy: str, accumulation: int = 1, *, optimizers_first
     }
 
 
-def train(
-    parts: dict[str, Any], clip: float = float("inf"), *, skip: int = 0, stop: int | None = None
-) -> tuple[list[float], list[float]]:
+def train(parts: dict[str, Any], clip: float = float("inf"), **part: Any) -> tuple[list[float], list[float]]:
     """Return the losses and norms of the updates of an epoch, or of a part of it."""
-    accelerator, models, optimizers = parts["accelerator"], parts["models"], parts["optimizers"]
-    loader = accelerator.skip_first_batches(parts["loader"], skip) if skip else parts["loader"]
-    losses, norms, window = [], [], []
-    for index, batch in enumerate(loader):
-        with accelerator.accumulate(*models):
-            loss = loss_of(models, batch)
-            accelerator.backward(loss)
-            norm = accelerator.clip_grad_norm_(chain.from_iterable(model.parameters() for model in models), clip)
-            for each in [*optimizers, *parts["schedulers"]]:
-                each.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-        window.append(accelerator.reduce(loss.detach(), "mean").item())
-        if accelerator.sync_gradients:
-            losses.append(sum(window) / len(window))
-            norms.append(norm.item())
-            window = []
-        if stop is not None and index + 1 == stop:
-            break
-    return losses, norms
+    models, optimizers, schedulers = (parts[name] for name in ("models", "optimizers", "schedulers"))
+    found = train_several(parts, models, optimizers, schedulers, lambda batch: loss_of(models, batch), clip, **part)
+    return found["losses"], found["norms"]
 
 
 def muon_and_adamw(models: list[nn.Module]) -> list[Optimizer]:

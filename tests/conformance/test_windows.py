@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from tests.conformance.models import GLOBAL_BATCH, build_model, build_samples, collate
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -73,9 +74,36 @@ def plain(windows: list[Batch], clip_value: float | None = None) -> list[float]:
     return losses
 
 
-def pairs(values: list[Any]) -> list[list[Any]]:
+def pairs(values: list[Any], length: int = STEPS) -> list[list[Any]]:
     """Return the members of each full window."""
-    return [values[begin : begin + STEPS] for begin in range(0, len(values), STEPS)]
+    return [values[begin : begin + length] for begin in range(0, len(values), length)]
+
+
+def means(losses: list[float], length: int = STEPS) -> list[float]:
+    """Return the loss of each window."""
+    return [sum(window) / length for window in pairs(losses, length)]
+
+
+def accumulate(
+    accelerator: Any,
+    model: nn.Module,
+    optimizer: Any,
+    batches: Iterable[Any],
+    loss_of: Callable[[Any], Tensor] | None = None,
+    clip_value: float | None = None,
+) -> list[float]:
+    """Train in the Accelerator's windows; return the losses of whole batches."""
+    losses = []
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = model(**batch)["loss"] if loss_of is None else loss_of(batch)
+            accelerator.backward(loss)
+            if clip_value is not None:
+                accelerator.clip_grad_value_(model.parameters(), clip_value)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(mean(accelerator, loss))
+    return losses
 
 
 # --- one model -----------------------------------------------------------------------------------------------------
@@ -86,16 +114,7 @@ def exchanged_each_time(strategy: str) -> list[float]:
     from accel_trainer import GradientAccumulationPlugin
 
     plugin = GradientAccumulationPlugin(num_steps=STEPS, sync_each_batch=True)
-    accelerator, model, optimizer, loader = start(strategy, gradient_accumulation_plugin=plugin)
-    losses = []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            loss = model(**batch)["loss"]
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(mean(accelerator, loss))
-    return [sum(pair) / STEPS for pair in pairs(losses)]
+    return means(accumulate(*start(strategy, gradient_accumulation_plugin=plugin)))
 
 
 def over_the_end(strategy: str) -> list[float]:
@@ -103,17 +122,8 @@ def over_the_end(strategy: str) -> list[float]:
     from accel_trainer import GradientAccumulationPlugin
 
     plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
-    accelerator, model, optimizer, loader = start(strategy, gradient_accumulation_plugin=plugin)
-    losses = []
-    for _ in range(2):
-        for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch)["loss"]
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(mean(accelerator, loss))
-    return [sum(losses[begin : begin + 4]) / 4 for begin in range(0, len(losses), 4)]
+    *parts, loader = start(strategy, gradient_accumulation_plugin=plugin)
+    return means(accumulate(*parts, loader) + accumulate(*parts, loader), 4)
 
 
 def by_hand(strategy: str) -> tuple[list[float], bool]:
@@ -130,11 +140,9 @@ def by_hand(strategy: str) -> tuple[list[float], bool]:
                 is_local = is_local and not torch.equal(gathered[0], gathered[1])
         else:
             loss = model(**batch)["loss"]
-            accelerator.backward(loss / STEPS)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update(loss / STEPS, optimizer, accelerator)
         losses.append(mean(accelerator, loss))
-    return [sum(pair) / STEPS for pair in pairs(losses)], is_local
+    return means(losses), is_local
 
 
 def triggered(strategy: str) -> tuple[list[float], bool]:
@@ -158,17 +166,7 @@ def triggered(strategy: str) -> tuple[list[float], bool]:
 
 def clipped_by_value(strategy: str) -> list[float]:
     """Clamp the gradients of the windows."""
-    accelerator, model, optimizer, loader = start(strategy, gradient_accumulation_steps=STEPS)
-    losses = []
-    for batch in loader:
-        with accelerator.accumulate(model):
-            loss = model(**batch)["loss"]
-            accelerator.backward(loss)
-            accelerator.clip_grad_value_(model.parameters(), 0.01)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(mean(accelerator, loss))
-    return [sum(pair) / STEPS for pair in pairs(losses)]
+    return means(accumulate(*start(strategy, gradient_accumulation_steps=STEPS), clip_value=0.01))
 
 
 def evaluated_first(strategy: str) -> tuple[list[float], list[float]]:
@@ -180,16 +178,9 @@ def evaluated_first(strategy: str) -> tuple[list[float], list[float]]:
     model = accelerator.prepare_model(own, evaluation_mode=True)
     with torch.no_grad():
         before = model(**next(batches()))["loss"].item()
-    model, optimizer = accelerator.prepare(own, sgd(own))
-    losses = []
     rows = slice(accelerator.process_index, None, accelerator.num_processes)
-    for batch in batches():
-        loss = model(**{key: value[rows] for key, value in batch.items()})["loss"]
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean(accelerator, loss))
-    return [before], losses
+    own_batches = [{key: value[rows] for key, value in batch.items()} for batch in batches()]
+    return [before], accumulate(accelerator, *accelerator.prepare(own, sgd(own)), own_batches)
 
 
 # --- several models ------------------------------------------------------------------------------------------------
@@ -225,20 +216,12 @@ def gan(strategy: str) -> list[float]:
     losses = []
     for batch in batches():
         x = batch["x"][rows]
-        with accelerator.accumulate(discriminator):
-            loss = discriminator_loss(discriminator, generator, x)
-            accelerator.backward(loss)
-            optimizers[1].step()
-            optimizers[1].zero_grad()
-        losses.append(mean(accelerator, loss))
-        discriminator.requires_grad_(False)
-        with accelerator.accumulate(generator):
-            loss = generator_loss(accelerator.unwrap_model(discriminator), generator, x)
-            accelerator.backward(loss)
-            optimizers[0].step()
-            optimizers[0].zero_grad()
         discriminator.requires_grad_(True)
-        losses.append(mean(accelerator, loss))
+        judge = functools.partial(discriminator_loss, discriminator, generator)
+        losses += accumulate(accelerator, discriminator, optimizers[1], [x], judge)
+        discriminator.requires_grad_(False)
+        fool = functools.partial(generator_loss, accelerator.unwrap_model(discriminator), generator)
+        losses += accumulate(accelerator, generator, optimizers[0], [x], fool)
     return losses
 
 
@@ -265,18 +248,15 @@ def distilled(strategy: str) -> tuple[list[float], bool]:
     accelerator, student, optimizer, loader = start(strategy, gradient_accumulation_steps=STEPS)
     teacher = accelerator.prepare_model(build_model("mlp", seed=9).eval().requires_grad_(False), evaluation_mode=True)
     before = accelerator.get_state_dict(teacher)
-    losses = []
-    for batch in loader:
-        with accelerator.accumulate(student):
-            with torch.no_grad():
-                wanted = teacher(**batch)["logits"]
-            loss = mse_loss(student(**batch)["logits"], wanted)
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(mean(accelerator, loss))
+
+    def loss_of(batch: Batch) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(**batch)["logits"]
+        return mse_loss(student(**batch)["logits"], wanted)
+
+    losses = means(accumulate(accelerator, student, optimizer, loader, loss_of))
     after = accelerator.get_state_dict(teacher)
-    return [sum(pair) / STEPS for pair in pairs(losses)], all(torch.equal(after[name], before[name]) for name in before)
+    return losses, all(torch.equal(after[name], before[name]) for name in before)
 
 
 def plain_distilled() -> list[float]:
@@ -286,10 +266,7 @@ def plain_distilled() -> list[float]:
     for parts in pairs(list(batches())):
         window = join(parts)
         loss = mse_loss(student(**window)["logits"], teacher(**window)["logits"].detach())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(take_update(loss, optimizer).item())
     return losses
 
 
@@ -326,7 +303,7 @@ def test_windows_that_exchange_each_time_and_windows_made_by_hand_are_means(stra
 @pytest.mark.parametrize("strategy", WORLD_SIZES)
 def test_a_window_may_go_on_into_the_next_epoch(strategy: str):
     twice = [*batches(), *batches()]
-    expected = close(plain([join(twice[begin : begin + 4]) for begin in range(0, len(twice), 4)]))
+    expected = close(plain([join(parts) for parts in pairs(twice, 4)]))
     assert [results["over_the_end"] for results in results_of(strategy)] == [expected] * WORLD_SIZES[strategy]
 
 

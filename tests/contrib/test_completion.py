@@ -22,26 +22,20 @@ from accel_trainer.launch.flags import launch_flags
         ("env --dev", "--devices"),
         ("ckpt pru", "prune"),
         ("report x", ""),
+        ("launch --num_processes 2 tra", "train.py"),
     ],
 )
-def test_bash_completes_commands_and_options(words: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes_commands_options_and_the_names_of_files(
+    words: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     typed = ["accel-trainer", *words.split()]
     script += f"\nCOMP_WORDS=({' '.join(typed)}); COMP_CWORD={len(typed) - 1}"
     script += "; compopt() { :; }; _shtab_accel_trainer; echo ${COMPREPLY[@]}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30)
-    assert (done.stdout.strip(), done.stderr) == (expected, "")
-
-
-def test_bash_completes_the_name_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "train.py").touch()
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    script += "\nCOMP_WORDS=(accel-trainer launch --num_processes 2 tra); COMP_CWORD=4"
-    script += "; compopt() { :; }; _shtab_accel_trainer; echo ${COMPREPLY[@]}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, cwd=tmp_path)
-    assert done.stdout.strip() == "train.py", done.stderr
+    assert (done.stdout.strip(), done.stderr) == (expected, "")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -9,48 +9,14 @@ import datasets
 import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.graph_settings import apply_sharding
 
-from accel_trainer.config.schema import DataConfig
-from accel_trainer.data import PreparedDataLoader, prepare_data_loader, skip_first_batches
+from accel_trainer.data import PreparedDataLoader, skip_first_batches
 from accel_trainer.data.iterable_reader import is_sharded_by_rank, num_shards_of
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.process import ProcessContext
-
-SEED = 17
-
-
-def prepare(loader: DataLoader, rank: int = 0, world_size: int = 1, **config: Any) -> PreparedDataLoader:
-    process = ProcessContext(rank, rank, world_size, world_size, torch.device("cpu"), None)
-    return prepare_data_loader(loader, process=process, config=DataConfig(**config), seed=SEED)
-
-
-class Stream(IterableDataset):
-    """The numbers below a bound; workers share them out."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        worker = get_worker_info()
-        step, begin = (1, 0) if worker is None else (worker.num_workers, worker.id)
-        yield from range(begin, self.num_samples, step)
-
-
-class Sized(Stream):
-    def __len__(self) -> int:
-        return self.num_samples
-
-
-class Shuffled(Stream):
-    """Draws its order from a global stream, as many do."""
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(self.num_samples))
-        random.shuffle(order)
-        yield from order
+from tests.number_sets import SEED, Drawing, Sized, Stream, hub_stream, prepare, valid_ids
 
 
 class Epochs(Stream):
@@ -78,31 +44,6 @@ class OwnGenerator(Stream):
         return iter(torch.randperm(self.num_samples, generator=self.generator).tolist())
 
 
-def valid_ids(loaders: list[PreparedDataLoader]) -> list[int]:
-    ids: list[int] = []
-    for batches in zip(*loaders, strict=True):
-        for rank, batch in enumerate(batches):
-            rows = loaders[rank].rows
-            assert rows == loaders[0].rows
-            values = torch.as_tensor(batch).view(-1)
-            assert len(values) == rows.sizes[rank]
-            ids += values[: rows.rows[rank]].tolist()
-    return ids
-
-
-@pytest.mark.parametrize("stream", [Stream, Sized])
-@pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"split_batches": True}])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("num_samples", [1, 5, 12, 13, 26])
-def test_d10_every_sample_of_a_stream_once_and_in_order(
-    num_samples: int, world_size: int, options: dict[str, Any], stream: type[Stream]
-) -> None:
-    loaders = [prepare(DataLoader(stream(num_samples), 6), rank, world_size, **options) for rank in range(world_size)]
-
-    for _ in range(2):
-        assert valid_ids(loaders) == list(range(num_samples))
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}])
 @pytest.mark.parametrize("num_samples", [1, 2, 17])
@@ -125,14 +66,11 @@ def test_exactly_the_last_step_is_the_last(num_samples: int, workers: int) -> No
     assert ends == [False] * (len(ends) - 1) + [True] * bool(ends)
 
 
-@pytest.mark.parametrize(("world_size", "kept"), [(1, 12), (2, 12), (3, 12)])
-def test_drop_last_takes_full_global_batches_only(world_size: int, kept: int) -> None:
-    batch_size = 12 // world_size
-    loaders = [
-        prepare(DataLoader(Stream(13), batch_size, drop_last=True), rank, world_size) for rank in range(world_size)
-    ]
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_drop_last_takes_full_global_batches_only(world_size: int) -> None:
+    loader = DataLoader(Stream(13), 12 // world_size, drop_last=True)
 
-    assert valid_ids(loaders) == list(range(kept))
+    assert valid_ids([prepare(loader, rank, world_size) for rank in range(world_size)]) == list(range(12))
 
 
 def test_one_sample_at_a_time_without_batches() -> None:
@@ -174,12 +112,12 @@ def test_a_stream_that_draws_from_global_streams_is_one_stream_for_all_ranks(wor
     loaders = []
     for rank in range(2):
         random.seed(rank)
-        loaders.append(prepare(DataLoader(Shuffled(8), 2, num_workers=workers), rank, 2))
+        loaders.append(prepare(DataLoader(Drawing(8), 2, num_workers=workers), rank, 2))
     state = random.getstate()
 
     ids = valid_ids(loaders)
 
-    assert sorted(ids) == sorted(list(range(8)) * max(1, workers))
+    assert sorted(ids) == list(range(8))
     assert ids[:8] != list(range(8))
     assert random.getstate() == state
 
@@ -266,10 +204,6 @@ def test_a_batch_that_cannot_be_split_is_refused() -> None:
 
 
 # --- datasets ------------------------------------------------------------------------------------------------------
-
-
-def hub_stream(num_samples: int, num_shards: int) -> datasets.IterableDataset:
-    return datasets.Dataset.from_dict({"id": list(range(num_samples))}).to_iterable_dataset(num_shards=num_shards)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -15,15 +15,11 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
-    SequentialSampler,
     Subset,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from accel_trainer.config.schema import DataConfig
@@ -35,35 +31,14 @@ from accel_trainer.data import (
     skip_first_batches,
 )
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.process import ProcessContext
+from tests.number_sets import SEED, Batches, EndsWithin, Numbers, context, prepare, valid_ids
 from tests.ranks import run_ranks
 
-SEED = 17
 
+class Told(Numbers):
+    """Remembers the epoch it was told."""
 
-def context(rank: int, world_size: int) -> ProcessContext:
-    return ProcessContext(rank, rank, world_size, world_size, torch.device("cpu"), None)
-
-
-def prepare(loader: DataLoader, rank: int = 0, world_size: int = 1, **config: Any) -> PreparedDataLoader:
-    hooks = {name: config.pop(name) for name in ("on_begin", "on_end", "device") if name in config}
-    return prepare_data_loader(
-        loader, process=context(rank, world_size), config=DataConfig(**config), seed=SEED, **hooks
-    )
-
-
-class Numbers(Dataset):
-    """Sample i is the number i; remembers the epoch it was told."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-        self.epoch: int | None = None
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __len__(self) -> int:
-        return self.num_samples
+    epoch: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -80,19 +55,6 @@ def collate(samples: list[int]) -> dict[str, Any]:
     return {"ids": torch.tensor(samples), "names": [str(sample) for sample in samples]}
 
 
-def valid_ids(loaders: list[PreparedDataLoader], key: str | None = None) -> list[int]:
-    """Iterate the loaders of all ranks in step, and return the valid ids in the order of gathering."""
-    ids: list[int] = []
-    for batches in zip(*loaders, strict=True):
-        for rank, batch in enumerate(batches):
-            rows = loaders[rank].rows
-            assert rows == loaders[0].rows
-            values = batch[key] if key else batch
-            assert len(values) == rows.sizes[rank]
-            ids += values[: rows.rows[rank]].tolist()
-    return ids
-
-
 # --- every sample exactly once -------------------------------------------------------------------------------------
 
 
@@ -106,30 +68,13 @@ class Odd(Sampler[int]):
         return 20
 
 
-class Growing(Sampler[list[int]]):
-    """A batch sampler of one's own whose batches grow."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from ([0], [1, 2], [3, 4, 5], [6, 7, 8, 9], [10])
-
-    def __len__(self) -> int:
-        return 5
-
-
+# tests/data/test_metrics_property.py has the others.
 LOADERS = {
-    "sequential": lambda: DataLoader(Numbers(13), 2),
     "shuffled": lambda: DataLoader(Numbers(13), 2, shuffle=True),
-    "drop_last": lambda: DataLoader(Numbers(13), 2, drop_last=True, shuffle=True),
-    "one batch": lambda: DataLoader(Numbers(3), 4),
-    "one sample": lambda: DataLoader(Numbers(1), 4),
-    "subset": lambda: DataLoader(Numbers(17), 2, sampler=SubsetRandomSampler([2, 3, 5, 7, 11, 13])),
-    "d9 short sequence": lambda: DataLoader(Numbers(17), 4, sampler=SequentialSampler(range(13))),
-    "d9 weighted, longer": lambda: DataLoader(Numbers(5), 3, sampler=WeightedRandomSampler([0.2] * 5, 18)),
     "with replacement": lambda: DataLoader(Numbers(5), 3, sampler=RandomSampler(range(5), replacement=True)),
     "longer shuffle": lambda: DataLoader(Numbers(5), 3, sampler=RandomSampler(range(5), num_samples=11)),
     "own sampler": lambda: DataLoader(Numbers(11), 3, sampler=Odd()),
-    "own batch sampler": lambda: DataLoader(Numbers(11), batch_sampler=Growing()),
-    "torch batch sampler": lambda: DataLoader(Numbers(11), batch_sampler=BatchSampler(Odd(), 3, True)),
+    "own batch sampler": lambda: DataLoader(Numbers(11), batch_sampler=Batches(1, 2, 3, 4, 1)),
     "bulk": lambda: DataLoader(torch.arange(11), batch_size=None, sampler=BatchSampler(range(11), 2, False)),
 }
 
@@ -142,15 +87,15 @@ def test_all_ranks_together_see_what_one_process_sees(name: str, world_size: int
     loaders = [prepare(LOADERS[name](), rank, world_size, even_batches=even) for rank in range(world_size)]
 
     for _ in range(2):
-        expected = [int(i) for batch in alone for i in batch]
-        if name in ("drop_last", "torch batch sampler"):  # full global batches only
-            global_batch = (2 if name == "drop_last" else 3) * world_size
-            order = alone.batch_sampler.batch_sampler.sampler
-            alone.set_epoch(alone.epoch - 1)
-            expected = list(order.order.tolist() if name == "drop_last" else order)
-            expected = expected[: len(expected) // global_batch * global_batch]
-            alone.set_epoch(alone.epoch + 1)
-        assert valid_ids(loaders) == expected
+        assert valid_ids(loaders) == [int(i) for batch in alone for i in batch]
+
+
+def test_drop_last_of_the_users_batch_sampler_takes_full_global_batches() -> None:
+    loaders = [
+        prepare(DataLoader(Numbers(11), batch_sampler=BatchSampler(Odd(), 3, True)), rank, 2) for rank in range(2)
+    ]
+
+    assert valid_ids(loaders) == list(Odd())[:18]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -217,40 +162,32 @@ def test_ranks_that_share_their_data_read_the_same_part() -> None:
 # --- orders and epochs ---------------------------------------------------------------------------------------------
 
 
-def test_shuffling_is_a_randperm_of_seed_and_epoch() -> None:
-    loader = prepare(DataLoader(Numbers(13), 4, shuffle=True))
+@pytest.mark.parametrize(
+    ("own_seed", "config", "sampler", "seed"),
+    [
+        (None, {}, SeedableRandomSampler, SEED),
+        (None, {"data_seed": 5}, SeedableRandomSampler, 5),
+        (None, {"use_seedable_sampler": False}, RandomSampler, SEED),
+        (99, {}, SeedableRandomSampler, 99),
+    ],
+    ids=["the loader's seed", "data_seed", "the user's own sampler", "a generator of one's own"],
+)
+def test_shuffling_is_a_randperm_of_seed_and_epoch(
+    own_seed: int | None, config: dict[str, Any], sampler: type, seed: int
+) -> None:
+    generator = None if own_seed is None else torch.Generator().manual_seed(own_seed)
+    loader = prepare(DataLoader(Numbers(13), 4, shuffle=True, generator=generator), **config)
 
-    assert isinstance(loader.sampler, SeedableRandomSampler)
+    assert type(loader.sampler) is sampler
     for epoch in range(2):
-        expected = torch.randperm(13, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+        expected = torch.randperm(13, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
         assert [index for batch in loader for index in batch.tolist()] == expected
 
 
-def test_data_seed_replaces_the_seed() -> None:
-    loader = prepare(DataLoader(Numbers(13), 13, shuffle=True), data_seed=5)
-
-    assert next(iter(loader)).tolist() == torch.randperm(13, generator=torch.Generator().manual_seed(5)).tolist()
-
-
-def test_without_the_seedable_sampler_the_users_sampler_stays_and_draws_the_seeded_order() -> None:
-    loader = prepare(DataLoader(Numbers(13), 13, shuffle=True), use_seedable_sampler=False)
-
-    assert type(loader.sampler) is RandomSampler
-    assert next(iter(loader)).tolist() == torch.randperm(13, generator=torch.Generator().manual_seed(SEED)).tolist()
-
-
-def test_a_generator_of_ones_own_gives_its_seed() -> None:
-    generator = torch.Generator().manual_seed(99)
-
-    loader = prepare(DataLoader(Numbers(13), 13, shuffle=True, generator=generator))
-
-    assert next(iter(loader)).tolist() == torch.randperm(13, generator=torch.Generator().manual_seed(99)).tolist()
-
-
 def test_set_epoch_reaches_samplers_and_datasets_through_any_wrapping() -> None:
-    data = Numbers(4), Numbers(5)
+    data = Told(4), Told(5)
     wrapped = Subset(ConcatDataset(data), range(9))
-    wrapped.by_name = {"another": Numbers(1)}
+    wrapped.by_name = {"another": Told(1)}
     data = (*data, wrapped.by_name["another"])
     loader = prepare(DataLoader(wrapped, 2, shuffle=True))
 
@@ -260,13 +197,6 @@ def test_set_epoch_reaches_samplers_and_datasets_through_any_wrapping() -> None:
     assert [inner.epoch for inner in data] == [6, 6, 6]
     list(loader)
     assert [inner.epoch for inner in data] == [7, 7, 7]
-
-
-def test_an_epoch_set_on_the_sampler_itself_counts() -> None:
-    loader = prepare(DataLoader(Numbers(13), 13, shuffle=True))
-    loader.sampler.set_epoch(3)
-
-    assert next(iter(loader)).tolist() == torch.randperm(13, generator=torch.Generator().manual_seed(SEED + 3)).tolist()
 
 
 def test_the_epoch_moves_on_after_a_whole_pass_only() -> None:
@@ -336,12 +266,6 @@ def test_skipping_keeps_every_setting_and_says_what_is_left() -> None:
     assert [(batch["ids"].tolist(), skipped.remaining) for batch in skipped] == [([6, 7], 2), ([10, 11], 1)]
 
 
-def test_d8_rows_stay_exact_after_a_skip() -> None:
-    loaders = [skip_first_batches(prepare(DataLoader(Numbers(13), 4), rank, 2), 1) for rank in range(2)]
-
-    assert valid_ids(loaders) == [8, 9, 10, 11, 12]
-
-
 def test_a_skip_is_for_one_pass() -> None:
     loader = skip_first_batches(prepare(DataLoader(Numbers(8), 2)), 3)
 
@@ -386,7 +310,7 @@ def test_rows_remaining_and_the_last_step_are_known_at_every_step() -> None:
 
 
 def test_batches_of_varying_size_have_no_total() -> None:
-    loader = prepare(DataLoader(Numbers(11), batch_sampler=Growing()), 0, 2)
+    loader = prepare(DataLoader(Numbers(11), batch_sampler=Batches(1, 2, 3, 4, 1)), 0, 2)
 
     assert loader.total_batch_size is None
     assert [loader.rows.sizes for _ in loader] == [(1, 2), (3, 4), (1, 1)]
@@ -472,9 +396,8 @@ class OwnLoader(DataLoader):
 def test_it_is_a_loader_of_the_users_class_with_its_methods_and_reading() -> None:
     loader = prepare(OwnLoader(Numbers(4), 2), 1, 2)
 
-    assert isinstance(loader, (PreparedDataLoader, OwnLoader))
+    assert isinstance(loader, PreparedDataLoader)
     assert isinstance(loader, OwnLoader)
-    assert isinstance(loader, DataLoader)
     assert loader.describe() == "2 a batch"
     assert [batch.tolist() for batch in loader] == [[20, 30]]
 
@@ -512,7 +435,7 @@ def test_the_original_loader_is_left_as_it_was() -> None:
 
 def test_a_rank_aware_batch_sampler_can_be_let_through() -> None:
     """transformers writes these two attributes for samplers that know their rank."""
-    own = Growing()
+    own = Batches(1, 2, 3, 4, 1)
     loader = prepare(DataLoader(Numbers(11), batch_sampler=own), 1, 2)
     assert isinstance(loader.batch_sampler, ShardedBatchSampler)
     assert loader.batch_sampler.batch_sampler is own
@@ -571,19 +494,16 @@ def test_a_worker_init_function_of_the_users_is_left_alone() -> None:
 # --- what is refused -----------------------------------------------------------------------------------------------
 
 
-def test_an_empty_dataset_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the dataset has 0 samples \(Numbers of a DataLoader\); check its path"):
-        prepare(DataLoader(Numbers(0), 2))
-
-
-def test_what_is_no_loader_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected a torch DataLoader, got list; wrap the dataset in a DataLoader"):
-        prepare([1, 2])
-
-
-def test_a_batch_that_cannot_be_split_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"over 2 processes, and batch_size=3 is no round multiple of 2"):
-        prepare(DataLoader(Numbers(8), 3), 0, 2, split_batches=True)
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (DataLoader(Numbers(0), 2), r"the dataset has 0 samples \(Numbers of a DataLoader\); check its path"),
+        ([1, 2], "expected a torch DataLoader, got list; wrap the dataset in a DataLoader"),
+    ],
+)
+def test_what_has_no_samples_or_is_no_loader_is_refused(loader: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(loader)
 
 
 def test_a_sampler_that_shards_by_rank_is_not_cut_again() -> None:
@@ -649,19 +569,6 @@ def read_beside_garbage() -> list[list[Any]]:
 def test_workers_do_not_collect_the_garbage_of_their_rank() -> None:
     # A store in a cycle waits for its thread as it is destroyed, which a fork does not have: torch aborts.
     assert run_ranks(read_beside_garbage, 1) == [[[[0, 1], [2, 3]]] * 2]
-
-
-class EndsWithin(Dataset[torch.Tensor]):
-    """Reads from an iterator that is at its end before the last sample, as `next()` in a dataset may."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return next(iter([] if index == self.at else [torch.ones(1)]))
 
 
 class FirstThree(DataLoader[Any]):

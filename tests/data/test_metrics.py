@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
-    IterableDataset,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -26,7 +24,7 @@ from accel_trainer.data import (
 )
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
-from tests.number_sets import Numbers, Sized, Stream, keep_valid
+from tests.number_sets import Batches, Numbers, Sized, Stream, context, keep_valid
 from tests.ranks import run_ranks
 
 Output = namedtuple("Output", ["logits", "ids"])
@@ -65,7 +63,7 @@ def test_values_per_rank_of_ranks_without_samples_go() -> None:
 
 
 def test_one_process_has_the_shapes_of_many() -> None:
-    process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+    process = context()
     data = {"loss": torch.tensor(1.0), "out": Output(torch.ones(2, 3), ["a", "b"]), "n": 3, "none": None}
 
     result = trim_gathered(data, BatchRows((2,), (2,)), process)
@@ -81,48 +79,31 @@ def test_one_process_has_the_shapes_of_many() -> None:
 # --- on real ranks -------------------------------------------------------------------------------------------------
 
 
-class Growing:
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from ([0], [1, 2], [3, 4, 5], [6, 7], [8])
-
-    def __len__(self) -> int:
-        return 5
-
-
 def collate(samples: list[int]) -> dict[str, Any]:
     return {"ids": torch.tensor(samples), "text": [f"t{sample}" for sample in samples]}
 
 
-def build(kind: str, drop_last: bool) -> DataLoader:
+def build(kind: str, drop_last: bool, size: int) -> DataLoader:
     options: dict[str, Any] = {"collate_fn": collate, "drop_last": drop_last}
     return {
-        "sequential": lambda: DataLoader(Numbers(13), 4, **options),
-        "shuffled": lambda: DataLoader(Numbers(13), 4, shuffle=True, **options),
-        "tiny": lambda: DataLoader(Numbers(3), 4, **options),
-        "subset": lambda: DataLoader(Numbers(18), 4, sampler=SubsetRandomSampler(range(0, 18, 2)), **options),
-        "short": lambda: DataLoader(Numbers(17), 4, sampler=SequentialSampler(range(13)), **options),
-        "weighted": lambda: DataLoader(Numbers(5), 4, sampler=WeightedRandomSampler([0.2] * 5, 18), **options),
-        "growing": lambda: DataLoader(Numbers(9), batch_sampler=Growing(), collate_fn=collate),
-        "stream": lambda: DataLoader(Stream(13), 4, **options),
-        "sized": lambda: DataLoader(Sized(13), 4, **options),
-        "tiny stream": lambda: DataLoader(Stream(1), 4, **options),
-        "workers": lambda: DataLoader(Sized(13), 4, num_workers=1, **options),
+        "sequential": lambda: DataLoader(Numbers(13), size, **options),
+        "shuffled": lambda: DataLoader(Numbers(13), size, shuffle=True, **options),
+        "tiny": lambda: DataLoader(Numbers(3), size, **options),
+        "subset": lambda: DataLoader(Numbers(18), size, sampler=SubsetRandomSampler(range(0, 18, 2)), **options),
+        "short": lambda: DataLoader(Numbers(17), size, sampler=SequentialSampler(range(13)), **options),
+        "weighted": lambda: DataLoader(Numbers(5), size, sampler=WeightedRandomSampler([0.2] * 5, 18), **options),
+        "growing": lambda: DataLoader(Numbers(9), batch_sampler=Batches(1, 2, 3, 2, 1), collate_fn=collate),
+        "stream": lambda: DataLoader(Stream(13), size, **options),
+        "sized": lambda: DataLoader(Sized(13), size, **options),
+        "tiny stream": lambda: DataLoader(Stream(1), size, **options),
+        "workers": lambda: DataLoader(Sized(13), size, num_workers=1, **options),
     }[kind]()
 
 
-KINDS = [
-    "sequential",
-    "shuffled",
-    "tiny",
-    "subset",
-    "short",
-    "weighted",
-    "growing",
-    "stream",
-    "sized",
-    "tiny stream",
+KINDS = (
+    "sequential", "shuffled", "tiny", "subset", "short", "weighted", "growing", "stream", "sized", "tiny stream",
     "workers",
-]
+)  # fmt: skip
 
 
 def cases() -> list[tuple[str, bool, bool, bool, bool | None, int]]:
@@ -144,9 +125,7 @@ def cases() -> list[tuple[str, bool, bool, bool, bool | None, int]]:
 
 def run_case(case: tuple[Any, ...], process: ProcessContext, per_rank: int) -> tuple[list[int], list[str]]:
     kind, drop_last, even, split, dispatch, skip = case
-    loader = build(kind, drop_last)
-    if split and loader.batch_size is not None:
-        loader = build_split(kind, drop_last, per_rank)
+    loader = build(kind, drop_last, 4 * per_rank if split else 4)
     config = DataConfig(even_batches=even, split_batches=split, dispatch_batches=dispatch)
     prepared = prepare_data_loader(loader, process=process, config=config, seed=3)
     if skip:
@@ -160,15 +139,6 @@ def run_case(case: tuple[Any, ...], process: ProcessContext, per_rank: int) -> t
     return ids, texts
 
 
-def build_split(kind: str, drop_last: bool, world_size: int) -> DataLoader:
-    """A loader whose batch of 4 for each rank is given as the global one."""
-    loader = build(kind, drop_last)
-    options: dict[str, Any] = {"collate_fn": collate, "drop_last": drop_last, "num_workers": loader.num_workers}
-    if isinstance(loader.dataset, IterableDataset):
-        return DataLoader(loader.dataset, 4 * world_size, **options)
-    return DataLoader(loader.dataset, 4 * world_size, sampler=loader.sampler, **options)
-
-
 def run_all(world_size: int) -> dict[tuple[Any, ...], tuple[list[int], list[str]]]:
     process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
     return {case: run_case(case, process, world_size) for case in cases()}
@@ -178,7 +148,7 @@ def run_all(world_size: int) -> dict[tuple[Any, ...], tuple[list[int], list[str]
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_d8_d9_d10_d36_gathering_is_exact_for_every_kind_of_loader(world_size: int) -> None:
-    alone = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+    alone = context()
     if world_size == 1:
         results = [{case: run_case(case, alone, 1) for case in cases()}]
     else:
@@ -261,7 +231,7 @@ def test_d11_structures_strings_and_objects_are_gathered_whole() -> None:
 
 
 def test_ragged_tensors_of_one_process_come_as_on_many() -> None:
-    process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+    process = context()
     rows = BatchRows((2,), (2,))
 
     samples = trim_gathered({"a": torch.ones(2, 3), "b": ["x", "y"]}, rows, process, as_samples=True)
@@ -274,7 +244,7 @@ def test_ragged_tensors_of_one_process_come_as_on_many() -> None:
 
 
 def test_what_is_sent_as_objects_is_not_filled() -> None:
-    process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
+    process = context()
     with pytest.raises(ConfigError, match=r"use_gather_object=True sends objects as they are, and pad_index=0"):
         trim_gathered(["x"], None, process, use_objects=True, pad_index=0)
 

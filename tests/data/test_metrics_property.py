@@ -5,7 +5,6 @@ The ranks of a job are simulated in one process, in step; tests/data/test_metric
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,29 +15,14 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from accel_trainer.config.schema import DataConfig
-from accel_trainer.data import PreparedDataLoader, prepare_data_loader, skip_first_batches
-from accel_trainer.runtime.process import ProcessContext
-from tests.number_sets import Numbers, Sized, Stream, keep_valid
-
-
-class Odd(Sampler[int]):
-    """Draws from torch's global stream."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(self.num_samples).tolist()
-
-    def __len__(self) -> int:
-        return self.num_samples
+from accel_trainer.data import PreparedDataLoader, skip_first_batches
+from tests import number_sets
+from tests.number_sets import Numbers, Odd, Sized, Stream, keep_valid
 
 
 class Cut(BatchSampler):
@@ -101,10 +85,9 @@ CASES = st.builds(
 
 
 def prepare(case: Case, rank: int, world_size: int, batch_size: int, drop_last: bool) -> PreparedDataLoader:
-    process = ProcessContext(rank, rank, world_size, world_size, torch.device("cpu"), None)
-    config = DataConfig(even_batches=case.even, split_batches=case.split and world_size > 1)
     loader = build(case.kind, case.num_samples, batch_size, drop_last)
-    source = prepare_data_loader(loader, process=process, config=config, seed=3)
+    splits = case.split and world_size > 1
+    source = number_sets.prepare(loader, rank, world_size, seed=3, even_batches=case.even, split_batches=splits)
     source.set_epoch(case.epoch)
     return source
 

@@ -28,9 +28,7 @@ def rounds_of(batches: list[Any], rule: RoundRule, start: int = 0) -> list[Any]:
 def rounds_of_epoch(num_samples: int, rule: RoundRule, seed: int | None, epoch: int, start: int = 0) -> list[Any]:
     order = range(num_samples) if seed is None else permutation(num_samples, seed, epoch)
     assert rule.batch_size is not None
-    width = rule.batches_per_round
-    first = list(islice(batch_indices(order, rule.batch_size, rule.drop_last), width))
-    return list(plan_rounds(first, batch_indices(order, rule.batch_size, rule.drop_last, start * width), rule))
+    return rounds_of(list(batch_indices(order, rule.batch_size, rule.drop_last)), rule, start)
 
 
 def valid_in_order(rounds: list[Any]) -> list[int]:
@@ -129,31 +127,14 @@ def test_starting_later_leaves_out_steps_and_changes_nothing_else(
     assert rounds_of_epoch(num_samples, rule, seed, 1, start) == rounds_of_epoch(num_samples, rule, seed, 1)[start:]
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_drop_last_takes_full_rounds_only(drop_last: bool) -> None:
-    rule = RoundRule(2, 4, drop_last=drop_last)
-
-    rounds = rounds_of(chunks(13, 4, drop_last), rule)
-
-    assert len(rounds) == (1 if drop_last else 2)
-    assert rounds[-1][1].is_last
-
-
-def test_without_join_a_shard_without_samples_has_no_batch() -> None:
-    (_, full), (batches, rows) = rounds_of(chunks(9, 4), RoundRule(2, 4, even=False, join=False))
+@pytest.mark.parametrize(("join", "lent", "size"), [(False, None, 0), (True, [0], 1)])
+def test_with_join_a_shard_without_samples_has_one_that_is_not_valid(join: bool, lent: Any, size: int) -> None:
+    (_, full), (batches, rows) = rounds_of(chunks(9, 4), RoundRule(2, 4, even=False, join=join))
 
     assert full == BatchRows((4, 4), (4, 4))
-    assert batches == [[8], None]
-    assert rows == BatchRows((1, 0), (1, 0), is_last=True)
-
-
-def test_with_join_it_has_one_sample_that_is_not_valid() -> None:
-    batches, rows = rounds_of(chunks(9, 4), RoundRule(2, 4, even=False))[-1]
-
-    assert batches == [[8], [0]]
-    assert rows == BatchRows((1, 0), (1, 1), is_last=True)
-    assert rows.padded
-    assert rows.is_even
+    assert batches == [[8], lent]
+    assert rows == BatchRows((1, 0), (1, size), is_last=True)
+    assert rows.padded is rows.is_even is join
 
 
 @pytest.mark.parametrize("split", [False, True])

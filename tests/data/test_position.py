@@ -3,57 +3,26 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
-import datasets
 import pytest
-import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from accel_trainer.config.schema import DataConfig
-from accel_trainer.data import PreparedDataLoader, prepare_data_loader, skip_first_batches
+from accel_trainer.data import PreparedDataLoader, skip_first_batches
 from accel_trainer.errors import IncompatibleCheckpointError
-from accel_trainer.runtime.process import ProcessContext
-from tests.number_sets import Numbers
+from tests.number_sets import Batches, Drawing, Numbers, Odd, Sized, Stream, hub_stream, prepare
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 37, 8, 2
-
-
-class Stream(IterableDataset):
-    """Numbers, split over workers; without a state of its own."""
-
-    def __init__(self) -> None:
-        self.num_read = 0
-
-    def __iter__(self) -> Iterator[int]:
-        worker = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for index in range(first, SAMPLES, step):
-            self.num_read += 1
-            yield index
-
-
-class Sized(Stream):
-    def __len__(self) -> int:
-        return SAMPLES
-
-
-class Drawing(Stream):
-    """A stream that shuffles with Python's global random numbers."""
-
-    def __iter__(self) -> Iterator[int]:
-        ids = list(super().__iter__())
-        random.shuffle(ids)
-        yield from ids
+GROWING = (1, 2, 3, 4) * 3 + (1, 2, 3, 1)
 
 
 class Keeping(Stream):
     """A stream with a state: it goes on after the number that it has yielded last."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(SAMPLES)
         self.next, self.epoch = 0, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -74,33 +43,6 @@ class Keeping(Stream):
         self.next = 0
 
 
-class Odd(Sampler[int]):
-    """A sampler of the user's own, drawing from torch's global stream."""
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(SAMPLES).tolist()
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-
-class Growing:
-    """Batches of 1, 2, 3, 4, 1, 2, ... samples."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        begin, size = 0, 1
-        while begin < SAMPLES:
-            yield list(range(begin, min(begin + size, SAMPLES)))
-            begin, size = begin + size, size % 4 + 1
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def hub_stream(num_shards: int) -> datasets.IterableDataset:
-    return datasets.Dataset.from_dict({"id": list(range(SAMPLES))}).to_iterable_dataset(num_shards=num_shards)
-
-
 def collate(samples: list[Any]) -> list[int]:
     return [sample["id"] if isinstance(sample, dict) else sample for sample in samples]
 
@@ -108,7 +50,7 @@ def collate(samples: list[Any]) -> list[int]:
 def build(kind: str, batch_size: int, workers: int = 0, **options: Any) -> DataLoader:
     options = {"collate_fn": collate, "num_workers": workers, **options}
     if kind == "batches":
-        return DataLoader(Numbers(SAMPLES), batch_sampler=Growing(), **options)
+        return DataLoader(Numbers(SAMPLES), batch_sampler=Batches(*GROWING), **options)
     makers: dict[str, Any] = {
         "sequential": lambda: DataLoader(Numbers(SAMPLES), batch_size, **options),
         "shuffled": lambda: DataLoader(Numbers(SAMPLES), batch_size, shuffle=True, **options),
@@ -116,13 +58,15 @@ def build(kind: str, batch_size: int, workers: int = 0, **options: Any) -> DataL
             Numbers(SAMPLES), batch_size, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES), **options
         ),
         "random": lambda: DataLoader(Numbers(SAMPLES), batch_size, sampler=RandomSampler(range(SAMPLES)), **options),
-        "odd": lambda: DataLoader(Numbers(SAMPLES), batch_size, sampler=Odd(), **options),
-        "stream": lambda: DataLoader(Stream(), batch_size, **options),
-        "sized": lambda: DataLoader(Sized(), batch_size, **options),
-        "drawing": lambda: DataLoader(Drawing(), batch_size, **options),
+        "odd": lambda: DataLoader(Numbers(SAMPLES), batch_size, sampler=Odd(SAMPLES), **options),
+        "stream": lambda: DataLoader(Stream(SAMPLES), batch_size, **options),
+        "sized": lambda: DataLoader(Sized(SAMPLES), batch_size, **options),
+        "drawing": lambda: DataLoader(Drawing(SAMPLES), batch_size, **options),
         "keeping": lambda: DataLoader(Keeping(), batch_size, **options),
-        "hub": lambda: DataLoader(hub_stream(3), batch_size, **options),
-        "hub shuffled": lambda: DataLoader(hub_stream(4).shuffle(seed=5, buffer_size=7), batch_size, **options),
+        "hub": lambda: DataLoader(hub_stream(SAMPLES, 3), batch_size, **options),
+        "hub shuffled": lambda: DataLoader(
+            hub_stream(SAMPLES, 4).shuffle(seed=5, buffer_size=7), batch_size, **options
+        ),
     }
     return makers[kind]()
 
@@ -131,13 +75,12 @@ def prepare_ranks(
     kind: str, world_size: int, workers: int = 0, *, seed: int = 3, global_batch: int = GLOBAL_BATCH, **options: Any
 ) -> list[PreparedDataLoader]:
     """The loaders of all ranks of a job, in one process: these kinds of loaders do not communicate."""
-    config = DataConfig(use_stateful_dataloader=True, **options.pop("config", {}))
-    loaders = []
-    for rank in range(world_size):
-        process = ProcessContext(rank, rank, world_size, world_size, torch.device("cpu"), None)
-        loader = build(kind, global_batch // world_size, workers, **options)
-        loaders.append(prepare_data_loader(loader, process=process, config=config, seed=seed))
-    return loaders
+    config = options.pop("config", {})
+    loaders = [build(kind, global_batch // world_size, workers, **options) for _ in range(world_size)]
+    return [
+        prepare(loader, rank, world_size, seed=seed, use_stateful_dataloader=True, **config)
+        for rank, loader in enumerate(loaders)
+    ]
 
 
 def steps(loaders: list[PreparedDataLoader], until: int = EPOCHS) -> Iterator[tuple[list[int], str]]:
@@ -173,7 +116,7 @@ def test_r7_stopping_anywhere_and_going_on_with_other_ranks_reads_every_sample_o
     whole = list(steps(prepare_ranks(kind, before)))
     assert sorted(ids_of(whole)) == sorted([*range(SAMPLES)] * EPOCHS) or kind == "weighted"
     for stop in (1, 3, 5, 6):  # within the first epoch, at its last step, and just after it
-        head = [item for item, _ in zip(steps(prepare_ranks(kind, before)), range(stop), strict=False)]
+        head = list(islice(steps(prepare_ranks(kind, before)), stop))
         tail = steps(load(prepare_ranks(kind, after, seed=99), head[-1][1]))
         assert [*ids_of(head), *ids_of(tail)] == ids_of(whole), stop
 
@@ -182,7 +125,7 @@ def test_r7_stopping_anywhere_and_going_on_with_other_ranks_reads_every_sample_o
 @pytest.mark.parametrize("kind", ["shuffled", "stream", "hub", "hub shuffled"])
 def test_r7_what_workers_have_read_ahead_does_not_count(kind: str, before: int, after: int) -> None:
     whole = ids_of(steps(prepare_ranks(kind, before, 2)))
-    head = [item for item, _ in zip(steps(prepare_ranks(kind, before, 2)), range(2), strict=False)]
+    head = list(islice(steps(prepare_ranks(kind, before, 2)), 2))
 
     assert [*ids_of(head), *ids_of(steps(load(prepare_ranks(kind, after, 2), head[-1][1])))] == whole
 
@@ -191,25 +134,25 @@ def test_r7_what_workers_have_read_ahead_does_not_count(kind: str, before: int, 
 def test_r7_a_position_holds_for_uneven_and_dropped_batches(options: dict[str, Any]) -> None:
     whole = ids_of(steps(prepare_ranks("shuffled", 2, **options)))
     for stop in (2, 5):
-        head = [item for item, _ in zip(steps(prepare_ranks("shuffled", 2, **options)), range(stop), strict=False)]
+        head = list(islice(steps(prepare_ranks("shuffled", 2, **options)), stop))
         assert [*ids_of(head), *ids_of(steps(load(prepare_ranks("shuffled", 1, **options), head[-1][1])))] == whole
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_batches_of_the_users_own_are_counted_whole(world_size: int) -> None:
     whole = list(steps(prepare_ranks("batches", 2)))
-    head = [item for item, _ in zip(steps(prepare_ranks("batches", 2)), range(3), strict=False)]
+    head = list(islice(steps(prepare_ranks("batches", 2)), 3))
     loaders = load(prepare_ranks("batches", world_size), head[-1][1])
 
     assert json.loads(head[-1][1])["samples"] == 1 + 2 + 3 + 4 + 1 + 2
-    assert len(loaders[0]) == -(-(len(Growing()) - 6) // world_size)
+    assert len(loaders[0]) == -(-(len(GROWING) - 6) // world_size)
     assert [*ids_of(head), *ids_of(steps(loaders))] == ids_of(whole)
 
 
 def test_another_batch_size_goes_on_with_the_next_sample() -> None:
     for kind in ("shuffled", "random", "stream", "hub"):
         whole = ids_of(steps(prepare_ranks(kind, 2), until=1))
-        head = [item for item, _ in zip(steps(prepare_ranks(kind, 2)), range(2), strict=False)]
+        head = list(islice(steps(prepare_ranks(kind, 2)), 2))
         loaders = load(prepare_ranks(kind, 2, global_batch=6), head[-1][1])
         if kind == "shuffled":
             assert len(loaders[0]) == -(-(SAMPLES - 2 * GLOBAL_BATCH) // 6)
@@ -218,7 +161,7 @@ def test_another_batch_size_goes_on_with_the_next_sample() -> None:
 
 def test_a_stream_with_a_state_is_not_read_again() -> None:
     loader = prepare_ranks("keeping", 1)[0]
-    head = [item for item, _ in zip(steps([loader]), range(3), strict=False)]
+    head = list(islice(steps([loader]), 3))
     again = load(prepare_ranks("keeping", 1), head[-1][1])
 
     assert ids_of(steps(again, until=1)) == list(range(3 * GLOBAL_BATCH, SAMPLES))
@@ -254,7 +197,7 @@ def test_a_loop_left_early_keeps_its_place_until_another_begins() -> None:
 
 def test_a_state_saved_before_the_pass_goes_on_is_the_one_loaded() -> None:
     for kind in ("shuffled", "hub"):
-        head = [item for item, _ in zip(steps(prepare_ranks(kind, 1)), range(2), strict=False)]
+        head = list(islice(steps(prepare_ranks(kind, 1)), 2))
         loader = load(prepare_ranks(kind, 1), head[-1][1])[0]
         again = load(prepare_ranks(kind, 1), json.dumps(loader.state_dict()))[0]
         assert again.state_dict()["samples"] == 2 * GLOBAL_BATCH
@@ -270,7 +213,7 @@ def test_after_the_last_step_of_an_epoch_the_next_pass_is_empty() -> None:
 
 
 def test_a_position_is_for_its_epoch_and_for_one_pass() -> None:
-    head = [item for item, _ in zip(steps(prepare_ranks("sequential", 1)), range(2), strict=False)]
+    head = list(islice(steps(prepare_ranks("sequential", 1)), 2))
     loader = load(prepare_ranks("sequential", 1), head[-1][1])[0]
     loader.set_epoch(0)  # the epoch that it stands in: loops call this at the beginning of each
     assert len(loader) == 3
@@ -296,7 +239,7 @@ def test_a_noted_state_stays_that_of_its_moment() -> None:
 
 def test_skipping_by_hand_replaces_a_loaded_position() -> None:
     for kind in ("sequential", "stream", "keeping"):
-        head = [item for item, _ in zip(steps(prepare_ranks(kind, 1)), range(2), strict=False)]
+        head = list(islice(steps(prepare_ranks(kind, 1)), 2))
         loader = load(prepare_ranks(kind, 1), head[-1][1])[0]
 
         rest = skip_first_batches(loader, 2)
@@ -327,7 +270,7 @@ def test_steps_counted_by_the_user_lead_to_the_right_epoch_at_its_end() -> None:
 
 def test_a_noted_position_waits_for_skip_first_batches_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     whole = ids_of(steps(prepare_ranks("shuffled", 1), until=1))
-    head = [item for item, _ in zip(steps(prepare_ranks("shuffled", 1)), range(2), strict=False)]
+    head = list(islice(steps(prepare_ranks("shuffled", 1)), 2))
     loader = prepare_ranks("shuffled", 1, seed=9)[0]
 
     loader.note_state_dict(json.loads(head[-1][1]))
@@ -349,7 +292,7 @@ def test_a_noted_position_waits_for_skip_first_batches_and_says_so(caplog: pytes
 def test_the_advice_counts_steps_of_the_size_that_they_have_now(
     global_batch: int, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    head = [item for item, _ in zip(steps(prepare_ranks("shuffled", 1)), range(2), strict=False)]
+    head = list(islice(steps(prepare_ranks("shuffled", 1)), 2))
     loader = prepare_ranks("shuffled", 1, global_batch=global_batch)[0]
     loader.note_state_dict(json.loads(head[-1][1]))
     next(iter(loader))
@@ -367,7 +310,7 @@ def refuse(loader: PreparedDataLoader, state: dict[str, Any], message: str) -> N
 
 
 def test_another_dataset_another_reading_and_another_kind_are_refused() -> None:
-    state = json.loads([item for item, _ in zip(steps(prepare_ranks("sequential", 1)), range(2), strict=False)][-1][1])
+    state = json.loads(list(islice(steps(prepare_ranks("sequential", 1)), 2))[-1][1])
     sequential = prepare_ranks("sequential", 1)[0]
     refuse(sequential, {**state, "dataset_length": 50}, "after 16 samples of a dataset of 50, .* dataset has 37")
     refuse(sequential, {**state, "colour": 1}, "holds .*'colour'.* and this version knows")
@@ -375,7 +318,7 @@ def test_another_dataset_another_reading_and_another_kind_are_refused() -> None:
     refuse(
         prepare_ranks("batches", 1)[0],
         {**state, "samples": 15},
-        "15 samples, and 7 batches of this loader's Growing have 16",
+        "15 samples, and 7 batches of this loader's Batches have 16",
     )
     stream = prepare_ranks("stream", 1, 2)[0]
     refuse(stream, {**state, "dataset_length": None}, "stream read in 1 parts, .* reads it in 2")
@@ -389,15 +332,11 @@ def test_a_loader_of_torchdata_is_one_of_torch(workers: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def build(world_size: int) -> list[PreparedDataLoader]:
-        loaders = []
-        for rank in range(world_size):
-            process = ProcessContext(rank, rank, world_size, world_size, torch.device("cpu"), None)
-            loader = stateful.StatefulDataLoader(
-                Numbers(SAMPLES), GLOBAL_BATCH // world_size, shuffle=True, num_workers=workers, collate_fn=collate
-            )
-            loaders.append(prepare_data_loader(loader, process=process, config=DataConfig(), seed=3))
-        return loaders
+        options = {"shuffle": True, "num_workers": workers, "collate_fn": collate}
+        size = GLOBAL_BATCH // world_size
+        loaders = [stateful.StatefulDataLoader(Numbers(SAMPLES), size, **options) for _ in range(world_size)]
+        return [prepare(loader, rank, world_size, seed=3) for rank, loader in enumerate(loaders)]
 
     whole = ids_of(steps(prepare_ranks("shuffled", 2)))
-    head = [item for item, _ in zip(steps(build(2)), range(2), strict=False)]
+    head = list(islice(steps(build(2)), 2))
     assert [*ids_of(head), *ids_of(steps(load(build(1), head[-1][1])))] == whole

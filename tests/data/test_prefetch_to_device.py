@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import BatchEncoding
 
-from accel_trainer.config.schema import DataConfig
-from accel_trainer.data import prepare_data_loader
 from accel_trainer.data.loader import PreparedDataLoader
-from accel_trainer.runtime.process import ProcessContext
+from tests import number_sets
 from tests.waits import DEVICE, RecordedStreams, counting_waits, report, stand_in_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
@@ -50,8 +48,7 @@ def alone(samples: list[Any]) -> Any:
 
 
 def prepare(loader: DataLoader, device: torch.device | None = DEVICE, **options: Any) -> PreparedDataLoader:
-    process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
-    return prepare_data_loader(loader, process=process, config=DataConfig(**options), seed=0, device=device)
+    return number_sets.prepare(loader, device=device, **options)
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from accel_trainer.config.schema import DataConfig
-from accel_trainer.data import PreparedDataLoader, prepare_data_loader, skip_first_batches
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.data import PreparedDataLoader, skip_first_batches
 from accel_trainer.runtime.rng import KeptStreams
+from tests import number_sets
 
 
 class Drawn(Dataset):
@@ -55,9 +54,8 @@ def seed_alike(worker_id: int) -> None:
 
 
 def prepare(dataset: Dataset, *, shard: int = 0, shards: int = 1, seed: int = 3, **options: Any) -> PreparedDataLoader:
-    process = ProcessContext(shard, shard, shards, shards, torch.device("cpu"), None)
     loader = DataLoader(dataset, **{"batch_size": 2, "num_workers": 2, "collate_fn": collate, **options})
-    return prepare_data_loader(loader, process=process, config=DataConfig(), seed=seed)
+    return number_sets.prepare(loader, shard, shards, seed=seed)
 
 
 CASES: dict[str, dict[str, Any]] = {

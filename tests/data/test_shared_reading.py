@@ -9,13 +9,14 @@ import datasets
 import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data import prepare_data_loader, skip_first_batches, trim_gathered
 from accel_trainer.data.iterable_source import ShardSource, SliceSource
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from tests.number_sets import EndsWithin, context, prepare
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multirank
@@ -227,19 +228,6 @@ def test_an_empty_stream_ends_on_every_rank() -> None:
     assert [taken for taken, *_ in run_ranks(dispatch, 2, 0, {})] == [[], []]
 
 
-class EndsWithin(Dataset[int]):
-    """Raises StopIteration for one index, as `next()` in a dataset may."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        return next(iter([] if index == self.at else [index]))
-
-
 def dispatch_what_ends(at: int) -> str:
     process, config = join(), DataConfig(dispatch_batches=True)
     prepared = prepare_data_loader(DataLoader(EndsWithin(at), 2), process=process, config=config, seed=1)
@@ -265,12 +253,8 @@ def test_skipping_and_uneven_batches_of_rank_0() -> None:
 
 def fail_on_rank_0() -> str:
     process = join()
-    prepared = prepare_data_loader(
-        DataLoader(Records(9, breaks_at=5), 2, collate_fn=collate),
-        process=process,
-        config=DataConfig(dispatch_batches=True),
-        seed=1,
-    )
+    loader, config = DataLoader(Records(9, breaks_at=5), 2, collate_fn=collate), DataConfig(dispatch_batches=True)
+    prepared = prepare_data_loader(loader, process=process, config=config, seed=1)
     with pytest.raises(ValueError if process.is_main else ProcessGroupError) as caught:
         list(prepared)
     return str(caught.value)
@@ -283,34 +267,25 @@ def test_what_goes_wrong_on_rank_0_is_known_to_all() -> None:
     assert second == "rank 0, which reads for all ranks, failed: ValueError: the disk is gone; see its traceback"
 
 
-def test_dispatch_needs_one_part_for_each_rank() -> None:
-    process = ProcessContext(0, 0, 4, 4, torch.device("cpu"), "gloo")
-    with pytest.raises(
-        ConfigError, match="dispatch_batches=True sends each of 4 ranks its own batch, and the data is cut"
-    ):
-        prepare_data_loader(
-            DataLoader(Records(9), 2),
-            process=process,
-            config=DataConfig(dispatch_batches=True),
-            seed=1,
-            shards=2,
-            shard=0,
-        )
-
-
-def test_dispatch_refuses_a_stream_of_one_ranks_part() -> None:
-    process = ProcessContext(0, 0, 2, 2, torch.device("cpu"), None)
-    loader = DataLoader(Declared(0, 2), 2)
-    with pytest.raises(ConfigError, match="rank 0 read for all ranks, and this Declared yields the part of one"):
-        prepare_data_loader(loader, process=process, config=DataConfig(dispatch_batches=True), seed=1)
+@pytest.mark.parametrize(
+    ("dataset", "shards", "message"),
+    [
+        (
+            Records(9),
+            {"shards": 1, "shard": 0},
+            "dispatch_batches=True sends each of 2 ranks its own batch, and the",
+        ),
+        (Declared(0, 2), {}, "rank 0 read for all ranks, and this Declared yields the part of one"),
+    ],
+)
+def test_dispatch_needs_a_whole_stream_and_a_part_for_each_rank(dataset: Any, shards: Any, message: str) -> None:
+    config = DataConfig(dispatch_batches=True)
+    with pytest.raises(ConfigError, match=message):
+        prepare_data_loader(DataLoader(dataset, 2), process=context(0, 2), config=config, seed=1, **shards)
 
 
 def test_one_process_reads_for_itself() -> None:
-    alone = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
-    prepared = prepare_data_loader(
-        DataLoader(Shards([2, 2]), 2), process=alone, config=DataConfig(dispatch_batches=True), seed=1
-    )
-    assert isinstance(prepared._source, SliceSource)
+    assert isinstance(prepare(DataLoader(Shards([2, 2]), 2), dispatch_batches=True)._source, SliceSource)
 
 
 # --- going on in the middle ----------------------------------------------------------------------------------------

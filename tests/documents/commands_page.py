@@ -51,7 +51,6 @@ def _sections() -> Iterator[str]:
 
 
 def build_page() -> str:
-    """Return the page as the parsers have it."""
     return "\n".join(_sections())
 
 

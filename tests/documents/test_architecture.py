@@ -82,7 +82,6 @@ def traced(function: Callable[[], object]) -> list[tuple[str, str]]:
 
 
 def steps(heading: str) -> list[tuple[str, str]]:
-    """The numbered steps of a section."""
     section = PAGE.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
     return _STEP.findall(section)
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from accel_trainer.config import field_specs, read_file
-from accel_trainer.config.readers.config_source import packaged_names
+from accel_trainer.config.config_source import packaged_names
 from accel_trainer.launch import cli
 from accel_trainer.launch.flags import parse_options
 from tests.documents import commands_page
@@ -44,7 +44,6 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return the fenced blocks of a page in their order."""
     found = re.finditer(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     return [Block(match[1], match[2], page.read_text()[: match.start()].count("\n") + 2) for match in found]
 
@@ -189,15 +188,11 @@ def test_the_page_of_commands_is_their_help():
     assert commands_page.PAGE.read_text() == commands_page.build_page(), "run: python -m tests.documents.commands_page"
 
 
-def test_every_option_stands_in_the_tables_as_the_schema_has_it():
+def test_every_option_stands_in_the_tables_as_the_schema_has_it_and_every_packaged_file():
     text = PAGE.read_text()
     assert text == replace_tables(text), "run: python -m tests.documents.options_table"
-    missing = [path for path in field_specs() if f"| `{path}` |" not in text]
-    assert not missing
-
-
-def test_every_packaged_file_is_described():
-    assert [name for name in packaged_names() if f"`{name}`" not in PAGE.read_text()] == []
+    named = [*(f"| `{path}` |" for path in field_specs()), *(f"`{name}`" for name in packaged_names())]
+    assert [each for each in named if each not in text] == []
 
 
 def test_a_file_with_mistakes_is_answered_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import accel_trainer
 from accel_trainer.config import field_specs
-from accel_trainer.config.readers.config_source import packaged_names
+from accel_trainer.config.config_source import packaged_names
 from accel_trainer.registry import strategy_names
 from tests.documents import compatibility, reference
 from tests.documents.site import list_versions

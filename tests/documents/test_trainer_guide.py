@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from accel_trainer import Accelerator
+from tests.launches import launch
 from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import ACCELERATE_YAML, TokenDataset, build_model
 
@@ -69,7 +66,6 @@ if __name__ == "__main__":
 
 
 def batches(batch_size: int) -> DataLoader:
-    """Return sentences for a tiny classifier."""
     return DataLoader(TokenDataset(24, kind="class"), batch_size=batch_size)
 
 
@@ -132,24 +128,19 @@ def test_the_native_loop_trains_as_plain_pytorch(strategy: str, ranks: int, late
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
-def launch(folder: Path, *options: str, **variables: str) -> list[dict[str, Any]]:
-    """Run the guide's command; return what each rank reported."""
-    (folder / "your_script.py").write_text(YOUR_SCRIPT)
-    command = [sys.executable, "-m", "accel_trainer", "launch", *options, "your_script.py", "--mine", "--debug"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = [line.partition("REPORT ")[2] for line in result.stdout.splitlines() if "REPORT " in line]
-    return sorted((json.loads(line) for line in lines), key=lambda report: report["rank"])
-
-
 @pytest.mark.multirank
 @pytest.mark.slow
 def test_the_launch_command_takes_the_file_in_its_default_place_and_flags_override_it(tmp_path: Path):
     default = tmp_path / "hf" / "accel_trainer" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.write_text(ACCELERATE_YAML.replace("num_processes: 2", "num_processes: 4"))
-    reports = launch(tmp_path, "--num_processes=2", HF_HOME=str(tmp_path / "hf"))
+    script = tmp_path / "your_script.py"
+    script.write_text(YOUR_SCRIPT)
+    words = ("--num_processes=2", str(script), "--mine", "--debug")
+    code, output = launch(tmp_path, *words, timeout=100, HF_HOME=str(tmp_path / "hf"), PYTHONPATH=str(ROOT))
+    assert code == 0, output
+    lines = [line.partition("REPORT ")[2] for line in output.splitlines() if "REPORT " in line]
+    reports = sorted(map(json.loads, lines), key=lambda report: report["rank"])
     assert [report["rank"] for report in reports] == [0, 1]
     for report in reports:
         assert (report["ranks"], report["type"], report["precision"]) == (2, "FSDP", "bf16")

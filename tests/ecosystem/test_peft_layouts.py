@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.parallel.plans import plan_experts, plan_layers
 from tests.ecosystem.peft_models import adapt, build_peft_trainer, trained_tensors
-from tests.mesh_loops import start, updates
+from tests.loops import start, updates
 from tests.ranks import preload, run_ranks
 from tests.strategies.parallel.test_tensor_parallel import tiny_model, tokens
 

@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,12 +57,18 @@ EXPECTED_ON_TWO = {
 }
 
 
-def run(script: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a script as `python script arguments` would, in this process: its imports are paid for already."""
-    monkeypatch.setattr(sys, "argv", [str(FOLDER / f"{script}.py"), *arguments])
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.chdir(folder)
-    runpy.run_path(str(FOLDER / f"{script}.py"), run_name="__main__")
+
+    def run_here(script: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(FOLDER / f"{script}.py"), *arguments])
+        monkeypatch.syspath_prepend(str(FOLDER))
+        monkeypatch.chdir(tmp_path)
+        runpy.run_path(str(FOLDER / f"{script}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_here
 
 
 def test_every_script_is_expected_to_print_something():
@@ -69,51 +76,37 @@ def test_every_script_is_expected_to_print_something():
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_is_short_and_has_help(
-    script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_script_is_short_and_has_help(script: str, run: Callable[..., str], capsys: pytest.CaptureFixture[str]):
     assert len((FOLDER / f"{script}.py").read_text().splitlines()) < 80
-    with pytest.raises(SystemExit) as ended:
-        run(script, "--help", monkeypatch=monkeypatch, folder=tmp_path)
-    assert ended.value.code == 0
+    with pytest.raises(SystemExit, match="0"):
+        run(script, "--help")
     text = capsys.readouterr().out
     assert f"examples/by_feature/{script}.py" in text
     assert "--epochs" in text
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_runs_in_one_process(
-    script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_script_runs_in_one_process(script: str, run: Callable[..., str]):
     arguments, expected = EXPECTED[script]
-    run(script, "--cpu", *arguments, monkeypatch=monkeypatch, folder=tmp_path)
-    assert re.search(expected, capsys.readouterr().out)
+    assert re.search(expected, run(script, "--cpu", *arguments))
 
 
-def test_checkpointing_ends_where_a_run_that_was_never_stopped_ends(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    run("checkpointing", "--cpu", "--project_dir", "whole", monkeypatch=monkeypatch, folder=tmp_path)
-    (finished,) = re.findall("finished after step 94.*", capsys.readouterr().out)
-    run("checkpointing", "--cpu", "--stop_after", "65", monkeypatch=monkeypatch, folder=tmp_path)
-    assert "finished" not in capsys.readouterr().out
-    run("checkpointing", "--cpu", "--resume", monkeypatch=monkeypatch, folder=tmp_path)
-    text = capsys.readouterr().out
+def test_checkpointing_ends_where_a_run_that_was_never_stopped_ends(run: Callable[..., str]):
+    (finished,) = re.findall("finished after step 94.*", run("checkpointing", "--cpu", "--project_dir", "whole"))
+    assert "finished" not in run("checkpointing", "--cpu", "--stop_after", "65")
+    text = run("checkpointing", "--cpu", "--resume")
     assert "begins at step 60 in epoch 1" in text
     assert finished in text
 
 
-def test_tracking_writes_to_tensorboard(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_tracking_writes_to_tensorboard(run: Callable[..., str], tmp_path: Path):
     pytest.importorskip("tensorboard")
-    arguments = ["--cpu", "--epochs", "1", "--log_with", "tensorboard", "--project_dir", "logs"]
-    run("tracking", *arguments, monkeypatch=monkeypatch, folder=tmp_path)
+    run("tracking", "--cpu", "--epochs", "1", "--log_with", "tensorboard", "--project_dir", "logs")
     assert list(tmp_path.glob("logs/digits/events.out.tfevents.*"))
 
 
-def test_profiling_writes_a_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run("profiling", "--cpu", "--output_trace_dir", "traces", monkeypatch=monkeypatch, folder=tmp_path)
+def test_profiling_writes_a_trace(run: Callable[..., str], tmp_path: Path):
+    run("profiling", "--cpu", "--output_trace_dir", "traces")
     assert [path.name for path in tmp_path.glob("traces/*")] == ["profile_0.json"]
 
 
@@ -139,7 +132,7 @@ def test_a_script_runs_on_two_ranks(script: str, tmp_path: Path):
 
 @pytest.mark.multirank
 def test_the_launcher_starts_a_script_whose_numbers_do_not_depend_on_the_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     arguments, expected = EXPECTED["uneven_data"]
     monkeypatch.chdir(tmp_path)
@@ -147,5 +140,4 @@ def test_the_launcher_starts_a_script_whose_numbers_do_not_depend_on_the_ranks(
     code, output = launch(tmp_path, *words, timeout=110)
     assert code == 0, output
     assert re.search(expected, output)
-    run("uneven_data", "--cpu", *arguments, monkeypatch=monkeypatch, folder=tmp_path)
-    assert capsys.readouterr().out.strip() in output
+    assert run("uneven_data", "--cpu", *arguments).strip() in output

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_trainer import Accelerator, DataLoaderConfiguration, GradScalerKwargs, InitProcessGroupKwargs
 from accel_trainer.checkpoint.safetensors_file import StagingMemory
 from tests import stand_in
-from tests.mesh_loops import updates
+from tests.loops import updates
 from tests.ranks import preload, run_ranks
 from tests.scenarios import Outcome, Scenarios
 from tests.strategies.parallel.test_sequence_parallel import tiny_model

@@ -123,7 +123,7 @@ def test_shards_on_the_host_and_plain_gradients_on_a_device_have_one_norm():
 
 @ALONE.add
 def scale_losses_of_offloaded_parameters() -> list[Any]:
-    from accel_trainer.strategies.loss_scale import LossScale
+    from accel_trainer.strategies.gradients import LossScale
 
     class Unit:
         optimizers: list[torch.optim.Optimizer]

@@ -77,26 +77,8 @@ def test_empty_answers_are_the_defaults(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_answers_that_do_not_fit_are_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    answers = [
-        "ja",
-        "y",
-        "0",
-        "1",
-        "fsdp",
-        "fsdp2",
-        "1",
-        "two",
-        "2",
-        *[""] * 7,
-        "fp16",
-        "bf61",
-        "bf16",
-        "-3",
-        "3",
-        "",
-        "",
-    ]
-    content = run(tmp_path / "a.yaml", monkeypatch, *answers)
+    first, second = "ja y 0 1 fsdp fsdp2 1 two 2", "fp16 bf61 bf16 -3 3"
+    content = run(tmp_path / "a.yaml", monkeypatch, *first.split(), *[""] * 7, *second.split(), "", "")
     assert (content["strategy"], content["mixed_precision"]) == ("fsdp2", "bf16")
     assert (content["launch"]["num_processes"], content["accumulation"]["num_steps"]) == (2, 3)
     shown = capsys.readouterr().out
@@ -141,18 +123,20 @@ def test_several_machines_are_asked_for_their_place(tmp_path: Path, monkeypatch:
     assert "'3' does not fit: expected a multiple of the 2 machines" in shown
 
 
-def test_every_option_can_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_option_can_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     parts = [
-        ["yes", "", "fsdp2", "8", "", "size", "1000", "", "", "yes", "", "3", "2", "2"],
+        ["yes", "", "fsdp2", "8", "", "size", "1000", "", "", "yes", "", "3", "2", "3", "2"],
         ["", "", "inductor", "yes", "max-autotune", "yes", "true", "none", "yes", "4", "yes", "yes"],
     ]
     content = run(tmp_path / "a.yaml", monkeypatch, *itertools.chain(*parts))
     fsdp = content["fsdp"]
     assert (fsdp["wrap_policy"], fsdp["min_num_params"]) == ("size", 1000)
     assert content["parallel"] == {"tp_size": 2, "dp_replicate_size": 2}
+    shown = capsys.readouterr().out
+    assert "'3' does not fit: expected a divisor of the 8 processes" in shown
+    assert "'3' does not fit: expected a divisor of 4, and smaller" in shown
     assert fsdp["cpu_ram_efficient_loading"] is True
-    compiled = {"backend": "inductor", "mode": "max-autotune", "fullgraph": True, "dynamic": True}
-    assert content["compile"] == compiled
+    assert content["compile"] == {"backend": "inductor", "mode": "max-autotune", "fullgraph": True, "dynamic": True}
     assert (content["launch"]["num_cpu_threads_per_process"], content["launch"]["enable_cpu_affinity"]) == (4, True)
     assert content["debug"] is True
 
@@ -188,23 +172,16 @@ def test_a_deepspeed_job_may_have_a_hostfile(tmp_path: Path, monkeypatch: pytest
     assert content["launch"] == {"num_machines": 2}
 
 
-def test_a_deepspeed_job_may_have_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    own = tmp_path / "zero.json"
-    own.write_text('{"zero_optimization": {"stage": 2}}')
-    answers = ["yes", "", "deepspeed", "2", "none.json", str(own), *[""] * 4]
-    content = run(tmp_path / "a.yaml", monkeypatch, *answers)
-    assert content["deepspeed"] == {"deepspeed_config_file": str(own)}
-    assert "'none.json' does not fit: expected a file that exists" in capsys.readouterr().out
-
-
 def test_what_a_file_of_deepspeeds_own_says_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     own = tmp_path / "zero.json"
     own.write_text('{"bf16": {"enabled": true}, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}}')
-    content = run(tmp_path / "a.yaml", monkeypatch, "yes", "", "deepspeed", "2", str(own), "", "")
+    content = run(tmp_path / "a.yaml", monkeypatch, "yes", "", "deepspeed", "2", "none.json", str(own), "", "")
+    assert content["deepspeed"] == {"deepspeed_config_file": str(own)}
     assert not {"mixed_precision", "accumulation"} & content.keys()
     config = resolve(file=tmp_path / "a.yaml").config
     assert (config.mixed_precision, config.accumulation.num_steps) == ("bf16", 4)
     shown = capsys.readouterr().out
+    assert "'none.json' does not fit: expected a file that exists" in shown
     assert PRECISION not in shown
     assert STEPS not in shown
 
@@ -217,12 +194,8 @@ def test_a_file_is_replaced_only_when_that_is_said(tmp_path: Path, monkeypatch: 
         assert main(["config", "--config_file", str(path)]) == 2
         assert path.read_text() == "debug: true\n"
     errors = capsys.readouterr().err.splitlines()
-    assert errors[0] == (
-        f"accel-trainer config: {path} exists and was left as it is; name another file with --config_file"
-    )
-    assert errors[2] == (
-        "accel-trainer config: the input ended before the last answer; nothing was written, start again"
-    )
+    assert errors[0].endswith(f" {path} exists and was left as it is; name another file with --config_file")
+    assert errors[2].endswith(" the input ended before the last answer; nothing was written, start again")
     assert "debug" not in run(path, monkeypatch, "yes", *[""] * 9)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -242,8 +215,6 @@ def test_where_it_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.
     answer(monkeypatch, *[""] * 9)
     assert main(["config", "--config_file", str(tmp_path / "file" / "a.yaml")]) == 2
     assert "a.yaml cannot be written: " in capsys.readouterr().err
-    assert main(["config", "--config_file", str(tmp_path / "a.json")]) == 2
-    assert "give it the suffix .yaml" in capsys.readouterr().err
 
 
 def test_the_file_may_be_named_before_and_after_default(tmp_path: Path):

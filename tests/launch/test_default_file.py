@@ -39,30 +39,25 @@ def accelerates(home: Path) -> Path:
 
 @pytest.fixture
 def own(home: Path) -> Path:
-    path = home / "accel_trainer" / "default_config.yaml"
-    path.parent.mkdir()
-    path.write_text("mixed_precision: 'no'\nuse_cpu: true\n")
-    return path
+    return home / "accel_trainer" / "default_config.yaml"
 
 
 @pytest.mark.parametrize("command", ["explain", "env"])
-def test_accelerates_file_is_used_and_named(
-    accelerates: Path, command: str, capsys: pytest.CaptureFixture[str]
+def test_the_file_that_is_used_is_named_and_ours_goes_before_accelerates(
+    accelerates: Path, own: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command]) == 0
     printed = capsys.readouterr().out
     assert f"configuration from {accelerates}, the default of Hugging Face accelerate; `accel-" in printed
     assert ("mixed_precision: bf16" if command == "env" else f"{accelerates}:3") in printed
-
-
-@pytest.mark.parametrize("command", ["explain", "env"])
-def test_our_own_file_goes_before_it(
-    accelerates: Path, own: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    own.parent.mkdir()
+    own.write_text("mixed_precision: 'no'\nuse_cpu: true\n")
     assert main([command]) == 0
     printed = capsys.readouterr().out
     assert f"configuration from {own}; that of Hugging Face accelerate, {accelerates}, is not used" in printed
     assert "bf16" not in printed
+    assert main(["explain", "--config_file", "ddp"]) == 0
+    assert "configuration from" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["launch", "test"])
@@ -76,37 +71,31 @@ def test_the_line_stands_before_an_error_in_that_file(
     assert "unknown key 'mixed_precison'" in lines[1]
 
 
-def test_another_file_leaves_both_alone(accelerates: Path, own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--config_file", "ddp"]) == 0
-    assert "configuration from" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
 def test_config_takes_accelerates_values_over(
-    home: Path, accelerates: Path, suffix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own: Path, accelerates: Path, suffix: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if suffix == "json":
         accelerates.unlink()
         accelerates.with_suffix(".json").write_text(json.dumps(yaml.safe_load(ACCELERATE)))
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     assert main(["config"]) == 0
-    written = home / "accel_trainer" / "default_config.yaml"
-    before, after = resolve(file=str(next(accelerates.parent.iterdir()))), resolve(file=str(written))
+    before, after = resolve(file=str(next(accelerates.parent.iterdir()))), resolve(file=str(own))
     assert after.config == before.config
     assert "Hugging Face accelerate is configured in" in capsys.readouterr().out
 
 
-def test_a_no_asks_everything(home: Path, accelerates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("no\nyes" + "\n" * 9))
-    assert main(["config"]) == 0
-    config = resolve(file=str(home / "accel_trainer" / "default_config.yaml")).config
-    assert (config.use_cpu, config.mixed_precision) == (True, "no")
-
-
-def test_a_file_that_cannot_be_taken_over_is_said_so(
-    accelerates: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_broken", [False, True], ids=["after a no", "where the file is broken, which is said"])
+def test_everything_is_asked(
+    is_broken: bool,
+    own: Path,
+    accelerates: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    accelerates.write_text(ACCELERATE.replace("bf16", "fp9"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("yes" + "\n" * 9))
+    accelerates.write_text(ACCELERATE.replace("bf16", "fp9") if is_broken else ACCELERATE)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(("yes" if is_broken else "no\nyes") + "\n" * 9))
     assert main(["config"]) == 0
-    assert f"{accelerates}, cannot be taken over: mixed_precision" in capsys.readouterr().out
+    config = resolve(file=str(own)).config
+    assert (config.use_cpu, config.mixed_precision) == (True, "no")
+    assert (f"{accelerates}, cannot be taken over: mixed_precision" in capsys.readouterr().out) == is_broken

@@ -90,7 +90,7 @@ def test_a_job_that_cannot_run_is_refused_before_it_starts(tmp_path: Path, monke
         launch_command(args)
 
 
-def test_files_of_accelerate_are_read_as_they_are(tmp_path: Path) -> None:
+def test_files_of_accelerate_are_read_as_they_are_and_ours_have_its_words(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 4\n"
@@ -104,9 +104,6 @@ def test_files_of_accelerate_are_read_as_they_are(tmp_path: Path) -> None:
         (config.to_yaml_file if again.suffix == ".yaml" else config.to_json_file)(again)
         assert load_config_from_file(again) == config
     assert "tpu_name" not in config.to_dict()
-
-
-def test_our_own_files_have_accelerates_words(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     path.write_text(json.dumps({"strategy": "ddp", "use_cpu": True, "launch": {"num_processes": 3, "gpu_ids": "0,2"}}))
     config = load_config_from_file(str(path))

@@ -14,140 +14,32 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import Options, launch_flags, options_parser, parse_options
 
 # Frozen: a flag that disappears from here breaks somebody's command line.
-FLAGS = [
-    "accumulation_keep_global_batch",
-    "accumulation_sync_each_batch",
-    "accumulation_sync_with_dataloader",
-    "compile_backend",
-    "compile_dynamic",
-    "compile_fullgraph",
-    "compile_mode",
-    "compile_regional",
-    "config_file",
-    "cpu",
-    "data_data_seed",
-    "data_dispatch_batches",
-    "data_even_batches",
-    "data_non_blocking",
-    "data_pin_memory",
-    "data_prefetch_to_device",
-    "data_split_batches",
-    "data_use_seedable_sampler",
-    "data_use_stateful_dataloader",
-    "ddp_broadcast_buffers",
-    "ddp_bucket_cap_mb",
-    "ddp_find_unused_parameters",
-    "ddp_gradient_as_bucket_view",
-    "ddp_static_graph",
-    "debug",
-    "deepspeed_config_file",
-    "deepspeed_exclusion_filter",
-    "deepspeed_hostfile",
-    "deepspeed_inclusion_filter",
-    "deepspeed_moe_layer_cls_names",
-    "deepspeed_multinode_launcher",
-    "dry_run",
-    "dynamo_backend",
-    "dynamo_mode",
-    "dynamo_use_dynamic",
-    "dynamo_use_fullgraph",
-    "dynamo_use_regional_compilation",
-    "enable_cpu_affinity",
-    "fp8_backend",
-    "fp8_emulate",
-    "fp8_enable_fsdp_float8_all_gather",
-    "fp8_pad_inner_dim",
-    "fsdp_activation_checkpointing",
-    "fsdp_backward_prefetch",
-    "fsdp_cpu_ram_efficient_loading",
-    "fsdp_forward_prefetch",
-    "fsdp_ignored_modules",
-    "fsdp_min_num_params",
-    "fsdp_offload_params",
-    "fsdp_replicate_per_node",
-    "fsdp_replicate_size",
-    "fsdp_reshard_after_forward",
-    "fsdp_state_dict_type",
-    "fsdp_wrap_classes",
-    "fsdp_wrap_policy",
-    "gpu_ids",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "hang_evaluation_seconds",
-    "hang_save_seconds",
-    "hang_startup_seconds",
-    "hang_step_seconds",
-    "hang_user_seconds",
-    "image",
-    "kubernetes",
-    "local_steps",
-    "local_steps_after",
-    "log_dir",
-    "m",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "main_training_function",
-    "max_restarts",
-    "max_rollbacks",
-    "min_processes",
-    "mixed_precision",
-    "module",
-    "monitor_interval",
-    "multi_gpu",
-    "no_python",
-    "num_cpu_threads_per_process",
-    "num_machines",
-    "num_processes",
-    "offload_optimizer_device",
-    "offload_optimizer_nvme_path",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "on_changed_run",
-    "on_nonfinite",
-    "outer_optimizer_lr",
-    "outer_optimizer_momentum",
-    "outer_optimizer_nesterov",
-    "output_dtype",
-    "parallel_cp_comm_strategy",
-    "parallel_cp_size",
-    "parallel_dp_replicate_size",
-    "parallel_dp_shard_size",
-    "parallel_ep_size",
-    "parallel_loss_parallel",
-    "parallel_sp_size",
-    "parallel_tp_plan",
-    "parallel_tp_size",
-    "parallelism_config_cp_comm_strategy",
-    "parallelism_config_cp_size",
-    "parallelism_config_dp_replicate_size",
-    "parallelism_config_dp_shard_size",
-    "parallelism_config_ep_size",
-    "parallelism_config_sp_size",
-    "parallelism_config_tp_size",
-    "preemption_grace_seconds",
-    "preemption_signals",
-    "q",
-    "quiet",
-    "rdzv_backend",
-    "rdzv_conf",
-    "role",
-    "same_network",
-    "scheduler_steps",
-    "slurm",
-    "strategy",
-    "submit",
-    "t",
-    "tee",
-    "timeout_seconds",
-    "use_cpu",
-    "use_deepspeed",
-    "use_fsdp",
-    "use_parallelism_config",
-    "zero3_init_flag",
-    "zero3_save_16bit_model",
-    "zero_stage",
-]
+FLAGS = """
+accumulation_keep_global_batch accumulation_sync_each_batch accumulation_sync_with_dataloader compile_backend
+compile_dynamic compile_fullgraph compile_mode compile_regional config_file cpu data_data_seed data_dispatch_batches
+data_even_batches data_non_blocking data_pin_memory data_prefetch_to_device data_split_batches
+data_use_seedable_sampler data_use_stateful_dataloader ddp_broadcast_buffers ddp_bucket_cap_mb
+ddp_find_unused_parameters ddp_gradient_as_bucket_view ddp_static_graph debug deepspeed_config_file
+deepspeed_exclusion_filter deepspeed_hostfile deepspeed_inclusion_filter deepspeed_moe_layer_cls_names
+deepspeed_multinode_launcher dry_run dynamo_backend dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph
+dynamo_use_regional_compilation enable_cpu_affinity fp8_backend fp8_emulate fp8_enable_fsdp_float8_all_gather
+fp8_pad_inner_dim fsdp_activation_checkpointing fsdp_backward_prefetch fsdp_cpu_ram_efficient_loading
+fsdp_forward_prefetch fsdp_ignored_modules fsdp_min_num_params fsdp_offload_params fsdp_replicate_per_node
+fsdp_replicate_size fsdp_reshard_after_forward fsdp_state_dict_type fsdp_wrap_classes fsdp_wrap_policy gpu_ids
+gradient_accumulation_steps gradient_clipping hang_evaluation_seconds hang_save_seconds hang_startup_seconds
+hang_step_seconds hang_user_seconds image kubernetes local_steps local_steps_after log_dir m machine_rank
+main_process_ip main_process_port main_training_function max_restarts max_rollbacks min_processes mixed_precision
+module monitor_interval multi_gpu no_python num_cpu_threads_per_process num_machines num_processes
+offload_optimizer_device offload_optimizer_nvme_path offload_param_device offload_param_nvme_path on_changed_run
+on_nonfinite outer_optimizer_lr outer_optimizer_momentum outer_optimizer_nesterov output_dtype
+parallel_cp_comm_strategy parallel_cp_size parallel_dp_replicate_size parallel_dp_shard_size parallel_ep_size
+parallel_loss_parallel parallel_sp_size parallel_tp_plan parallel_tp_size parallelism_config_cp_comm_strategy
+parallelism_config_cp_size parallelism_config_dp_replicate_size parallelism_config_dp_shard_size
+parallelism_config_ep_size parallelism_config_sp_size parallelism_config_tp_size preemption_grace_seconds
+preemption_signals q quiet rdzv_backend rdzv_conf role same_network scheduler_steps slurm strategy submit t tee
+timeout_seconds use_cpu use_deepspeed use_fsdp use_parallelism_config zero3_init_flag zero3_save_16bit_model
+zero_stage
+"""
 
 
 def parse(*words: str) -> Options:
@@ -155,7 +47,7 @@ def parse(*words: str) -> Options:
 
 
 def test_the_flags_are_these() -> None:
-    assert sorted(launch_flags()) == FLAGS
+    assert sorted(launch_flags()) == FLAGS.split()
 
 
 def test_every_option_has_a_flag_with_a_line_of_help() -> None:
@@ -180,26 +72,40 @@ def test_flags_of_every_type_reach_the_configuration() -> None:
     assert not config.use_cpu
 
 
-@pytest.mark.parametrize("spelling", ["--num_processes", "--num-processes"])
-@pytest.mark.parametrize("equals", [True, False])
-def test_dashes_and_underscores_are_the_same(spelling: str, equals: bool) -> None:
-    words = [f"{spelling}=4"] if equals else [spelling, "4"]
-    assert parse(*words, "train.py") == Options(flags={"launch.num_processes": "4"}, rest=("train.py",))
-
-
-def test_everything_behind_the_script_belongs_to_the_script() -> None:
-    rest = ("train.py", "--num_processes", "9", "--", "--cpu", "-m", "--unknown=1")
-    assert parse("--cpu", *rest) == Options(flags={"use_cpu": True}, rest=rest)
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        pytest.param("--num_processes 4", Options(flags={"launch.num_processes": "4"}), id="underscores"),
+        pytest.param(
+            "--num-processes=4", Options(flags={"launch.num_processes": "4"}), id="dashes, and an equals sign"
+        ),
+        pytest.param(
+            "--main_process_port -1", Options(flags={"launch.main_process_port": "-1"}), id="a value with a dash"
+        ),
+        pytest.param("--cpu", Options(flags={"use_cpu": True}), id="a switch alone"),
+        pytest.param("--cpu False", Options(flags={"use_cpu": "False"}), id="a switch with its value"),
+        pytest.param(
+            "--use_fsdp",
+            Options(flags={"strategy": "fsdp2"}, spelled={"strategy": "--use_fsdp"}),
+            id="a switch that stands for a strategy",
+        ),
+        pytest.param("--use_fsdp=false", Options(flags={}), id="and says no"),
+        pytest.param("-m", Options(module=True), id="a module"),
+        pytest.param("--no_python", Options(no_python=True), id="a program"),
+    ],
+)
+def test_words_before_the_script_are_ours_and_everything_behind_it_is_the_scripts(words: str, options: Options) -> None:
+    options.rest = ("train.py", "--num_processes", "9", "--", "--cpu", "-m", "--unknown=1")
+    assert parse(*words.split(), *options.rest) == options
 
 
 def test_two_dashes_end_our_options() -> None:
     assert parse("--cpu", "--", "-odd-name.py", "--", "x").rest == ("-odd-name.py", "--", "x")
 
 
-def test_a_switch_takes_true_and_false_and_no_other_word() -> None:
-    assert parse("--cpu", "train.py") == Options(flags={"use_cpu": True}, rest=("train.py",))
-    assert parse("--cpu", "False", "train.py") == Options(flags={"use_cpu": "False"}, rest=("train.py",))
-    assert resolve(flags=parse("--cpu=no").flags).config.use_cpu is False
+@pytest.mark.parametrize(("word", "value"), [("no", False), ("False", False), ("true", True)])
+def test_a_switch_takes_true_and_false(word: str, value: bool) -> None:
+    assert resolve(flags=parse(f"--cpu={word}").flags).config.use_cpu is value
 
 
 @pytest.mark.parametrize(
@@ -221,55 +127,31 @@ def test_a_switch_takes_what_accelerate_takes_where_it_has_a_value_there(words: 
     options_parser(None, "").parse_args(["--use_fsdp", *words.split()])  # as other libraries parse them
 
 
-def test_a_switch_with_a_wrong_word_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"--debug is 'maybe'; expected true or false"):
-        resolve(flags=parse("--debug=maybe").flags)
-
-
-def test_a_module_and_a_program() -> None:
-    assert parse("-m", "package.train", "x") == Options(module=True, rest=("package.train", "x"))
-    assert parse("--no_python", "./run.sh").no_python
+_UNKNOWN = "unknown option '{}' of accel-trainer launch; did you mean '--{}'"
 
 
 @pytest.mark.parametrize(
-    ("word", "nearest"),
+    ("words", "message"),
     [
-        ("--mixed_presision", "--mixed_precision"),
-        ("--num-proces", "--num_processes"),
-        ("--fsdp_wrap_clases", "--fsdp_wrap_classes"),
-        ("-num_processes", "--num_processes"),
+        ("--debug=maybe", "--debug is 'maybe'; expected true or false"),
+        ("--mixed_presision 2 train.py", _UNKNOWN.format("--mixed_presision", "mixed_precision")),
+        ("--num-proces 2 train.py", _UNKNOWN.format("--num-proces", "num_processes")),
+        ("--fsdp_wrap_clases 2 train.py", _UNKNOWN.format("--fsdp_wrap_clases", "fsdp_wrap_classes")),
+        ("-num_processes 2 train.py", _UNKNOWN.format("-num_processes", "num_processes")),
+        ("--zzz train.py", r"there is none like it\. Options of the script stand behind"),
+        ("--num_processes", "option --num_processes of accel-trainer launch needs a value"),
+        ("--num_processes --cpu train.py", "option --num_processes of accel-trainer launch needs a value"),
+        ("--use_fsdp --multi_gpu", "--multi_gpu asks for strategy 'ddp', and another option for 'fsdp2'"),
+        (
+            "--fsdp_auto_wrap_policy LAYERS",
+            "--fsdp_auto_wrap_policy is 'LAYERS'; expected one of TRANSFORMER_BASED_WRAP",
+        ),
+        ("--fsdp_state_dict_type SHARDS", "--fsdp_state_dict_type is 'SHARDS'; expected one of"),
     ],
 )
-def test_an_unknown_flag_gets_the_nearest_name(word: str, nearest: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"unknown option '{word}' of accel-trainer launch; did you mean '{nearest}'"
-    ):
-        parse(word, "2", "train.py")
-
-
-def test_a_flag_like_no_other_is_unknown_too() -> None:
-    with pytest.raises(ConfigError, match=r"there is none like it\. Options of the script stand behind"):
-        parse("--zzz", "train.py")
-
-
-@pytest.mark.parametrize("words", [["--num_processes"], ["--num_processes", "--cpu", "train.py"]])
-def test_a_flag_without_its_value_is_named(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match="option --num_processes of accel-trainer launch needs a value"):
-        parse(*words)
-
-
-def test_values_may_begin_with_a_dash() -> None:
-    assert parse("--main_process_port", "-1").flags == {"launch.main_process_port": "-1"}
-
-
-def test_use_fsdp_stands_for_the_strategy() -> None:
-    assert parse("--use_fsdp").flags == {"strategy": "fsdp2"}
-    assert parse("--use_fsdp=false").flags == {}
-
-
-def test_two_strategies_contradict() -> None:
-    with pytest.raises(ConfigError, match="--multi_gpu asks for strategy 'ddp', and another option for 'fsdp2'"):
-        parse("--use_fsdp", "--multi_gpu")
+def test_a_mistake_is_named_with_what_was_expected(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(flags=parse(*words.split()).flags)
 
 
 def test_accelerate_s_spellings_of_fsdp_flags_are_translated() -> None:
@@ -290,26 +172,11 @@ def test_accelerate_s_spellings_of_fsdp_flags_are_translated() -> None:
 @pytest.mark.parametrize("flag", ["--fsdp_sharding_strategy", "--fsdp_reshard_after_forward"])
 def test_strategies_of_fsdp1_mean_all_that_they_mean_under_either_flag(flag: str) -> None:
     hybrid = resolve(flags=parse("--use_fsdp", flag, "HYBRID_SHARD_ZERO2").flags).config
-    assert (hybrid.strategy, hybrid.fsdp.replicate_per_node, hybrid.fsdp.reshard_after_forward) == (
-        "fsdp2",
-        True,
-        False,
-    )
+    facts = hybrid.strategy, hybrid.fsdp.replicate_per_node, hybrid.fsdp.reshard_after_forward
+    assert facts == ("fsdp2", True, False)
     options = parse("--use_fsdp", flag, "NO_SHARD")
     assert resolve(flags=options.flags).config.strategy == "ddp"
     assert "every rank keeps the whole model, so strategy 'ddp' is used" in options.notes[0]
-
-
-def test_a_wrong_value_in_accelerate_s_spelling_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match="--fsdp_auto_wrap_policy is 'LAYERS'; expected one of TRANSFORMER_BASED_WRAP"
-    ):
-        parse("--fsdp_auto_wrap_policy", "LAYERS")
-
-
-def test_a_wrong_value_of_our_own_spelling_is_named() -> None:
-    with pytest.raises(ConfigError, match="--fsdp_state_dict_type is 'SHARDS'; expected one of"):
-        parse("--fsdp_state_dict_type", "SHARDS")
 
 
 ACCELERATES = json.loads((Path(__file__).parents[1] / "migration" / "launch_flags_1_15.json").read_text())
@@ -351,9 +218,9 @@ def test_what_is_not_offered_says_why(words: str, message: str) -> None:
 
 
 def test_sizes_of_a_mesh_are_those_of_fsdp() -> None:
-    words = "-q --quiet --use_fsdp --use_parallelism_config --parallelism_config_dp_replicate_size 2 "
-    options = parse(
-        *words.split(), "--parallelism_config_dp_shard_size", "4", "--parallelism_config_tp_size", "1", "x.py"
+    sizes = (
+        "--parallelism_config_dp_replicate_size 2 --parallelism_config_dp_shard_size 4 --parallelism_config_tp_size 1"
     )
+    options = parse(*f"-q --quiet --use_fsdp --use_parallelism_config {sizes} x.py".split())
     config = resolve(flags=options.flags).config
     assert (config.strategy, config.parallel.dp_replicate_size, options.rest) == ("fsdp2", 2, ("x.py",))

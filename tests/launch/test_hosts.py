@@ -68,27 +68,26 @@ def test_without_a_hostfile_torch_starts_the_processes(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("programs")
 @pytest.mark.parametrize(
-    ("block", "expected"),
+    ("options", "expected", "counts"),
     [
-        ({}, {"a": (0, 1), "b": (0, 1, 2, 3)}),
-        ({"inclusion_filter": "b:1,3"}, {"b": (1, 3)}),
-        ({"inclusion_filter": "b@a:0"}, {"a": (0,), "b": (0, 1, 2, 3)}),
-        ({"exclusion_filter": "a@b:0"}, {"b": (1, 2, 3)}),
+        ({}, {"a": (0, 1), "b": (0, 1, 2, 3)}, (6, 4)),
+        ({"block": {"inclusion_filter": "b:1,3"}}, {"b": (1, 3)}, (2, 2)),
+        ({"block": {"inclusion_filter": "b@a:0"}}, {"a": (0,), "b": (0, 1, 2, 3)}, (5, 4)),
+        ({"block": {"exclusion_filter": "a@b:0"}}, {"b": (1, 2, 3)}, (3, 3)),
+        ({"num_processes": 2, "num_machines": 2}, {"a": (0, 1), "b": (0, 1, 2, 3)}, (2, 1)),
     ],
 )
-def test_filters_choose_machines_and_slots(tmp_path: Path, block: dict[str, str], expected: dict[str, Any]) -> None:
-    job = plan(tmp_path, "# two machines\na slots=2\n\nb  slots=4  # the large one\n", block=block)
+def test_filters_choose_machines_and_slots_over_which_processes_are_shared_out(
+    tmp_path: Path, options: dict[str, Any], expected: dict[str, Any], counts: tuple[int, int]
+) -> None:
+    job = plan(tmp_path, "# two machines\na slots=2\n\nb  slots=4  # the large one\n", **options)
     assert job is not None
-    assert job.hosts == expected
-    assert list(job.hosts) == sorted(expected)
-    assert job.num_processes == sum(map(len, expected.values()))
+    assert list(job.hosts.items()) == list(expected.items())
+    assert (job.num_processes, job.num_local_processes) == counts
 
 
-@pytest.mark.usefixtures("programs")
-def test_fewer_processes_than_slots_are_shared_out(tmp_path: Path) -> None:
-    job = plan(tmp_path, "a slots=4\nb slots=4\n", num_processes=4, num_machines=2)
-    assert job is not None
-    assert (job.num_per_host, job.num_processes, job.num_local_processes) == (2, 4, 2)
+BOTH_FILTERS = {"exclusion_filter": "a", "inclusion_filter": "a"}
+MPI_AND_FILTER = {"multinode_launcher": "openmpi", "inclusion_filter": "a"}
 
 
 @pytest.mark.usefixtures("programs")
@@ -106,22 +105,10 @@ def test_fewer_processes_than_slots_are_shared_out(tmp_path: Path) -> None:
         ("a slots=2", {"block": {"inclusion_filter": "a:2"}}, "'a:2', which .* a has the slots 0 to 1"),
         ("a slots=2", {"block": {"exclusion_filter": "a:x"}}, "names 'a:x', which the hostfile does not have"),
         ("a slots=2", {"block": {"exclusion_filter": "a"}}, "leaves no slot of the hostfile"),
-        (
-            "a slots=2",
-            {"block": {"exclusion_filter": "a", "inclusion_filter": "a"}},
-            "inclusion_filter is 'a' and .* give one of them",
-        ),
-        (
-            "a slots=2",
-            {"block": {"multinode_launcher": "openmpi", "inclusion_filter": "a"}},
-            "'openmpi' takes every machine of its hostfile",
-        ),
+        ("a slots=2", {"block": BOTH_FILTERS}, "inclusion_filter is 'a' and .* give one of them"),
+        ("a slots=2", {"block": MPI_AND_FILTER}, "'openmpi' takes every machine of its hostfile"),
         ("a slots=2\nb slots=2", {"num_machines": 3}, r"num_machines=3 .* with its filter has 2: a, b"),
-        (
-            "a slots=2",
-            {"log_dir": "x", "max_restarts": 1},
-            r"max_restarts=1 .*, launch.log_dir=x .*runner.* does not do",
-        ),
+        ("a slots=2", {"log_dir": "x", "max_restarts": 1}, "max_restarts=1 .*, launch.log_dir=x .*runner.* does not"),
         ("a slots=2\nb slots=2", {"num_processes": 3}, r"num_processes=3 .* has 4 slots on 2 machine"),
     ],
 )
@@ -228,11 +215,8 @@ def test_pdsh_gets_every_machine_what_the_workers_need(
         assert (seen["DS_ACCELERATOR"], seen["OMP_NUM_THREADS"]) == ("cpu", "3")
         assert (seen["HF_HOME"], seen["FROM_FILE"]) == ("/hf", "yes")
         assert json.loads(base64.urlsafe_b64decode(seen["ACCEL_TRAINER_LAUNCH"]))["flags"]
-        assert resolve(environ=seen_environment(seen)).config.deepspeed == {"zero_stage": 2}
-
-
-def seen_environment(seen: dict[str, Any]) -> dict[str, str]:
-    return {"ACCEL_TRAINER_LAUNCH": seen["ACCEL_TRAINER_LAUNCH"]}
+        in_worker = {"ACCEL_TRAINER_LAUNCH": seen["ACCEL_TRAINER_LAUNCH"]}
+        assert resolve(environ=in_worker).config.deepspeed == {"zero_stage": 2}
 
 
 @pytest.mark.slow

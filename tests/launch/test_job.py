@@ -32,24 +32,31 @@ def plan(tmp_path: Path, *words: str, **environ: str) -> Job:
     return plan_job(read_options(words, "accel-trainer launch", variables), variables, words)
 
 
-def test_one_process_needs_no_group(tmp_path: Path, script: str) -> None:
-    job = plan(tmp_path, "--cpu", script, "--lr", "1")
-    assert job.command == (sys.executable, script, "--lr", "1")
-    assert not job.needs_group
-
-
-@pytest.mark.parametrize("words", ["--max_restarts 1", "--log_dir logs", "--tee 3", "--enable_cpu_affinity"])
-def test_one_process_that_somebody_has_to_stand_by_does_not_replace_the_launcher(
-    tmp_path: Path, script: str, words: str
+@pytest.mark.parametrize(
+    ("words", "needs_group", "num_local"),
+    [
+        pytest.param("", False, 1, id="one process takes the launcher's place"),
+        pytest.param("--num_processes 2", True, 2, id="several need a group"),
+        pytest.param("--strategy ddp", True, 1, id="DDP on one process is a group of one"),
+        # Somebody has to stand by, and the launcher is not replaced.
+        *((words, True, 1) for words in ("--max_restarts 1", "--log_dir logs", "--tee 3", "--enable_cpu_affinity")),
+        pytest.param(
+            "--num_processes 6 --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1", True, 3, id="two machines"
+        ),
+    ],
+)
+def test_processes_here_and_whether_they_form_a_group(
+    tmp_path: Path, script: str, words: str, needs_group: bool, num_local: int
 ) -> None:
-    job = plan(tmp_path, "--cpu", *words.split(), script)
-    assert (job.needs_group, job.num_local_processes) == (True, 1)
+    job = plan(tmp_path, "--cpu", *words.split(), script, "--lr", "1")
+    assert (job.needs_group, job.num_local_processes) == (needs_group, num_local)
+    # A worker's lines come as they are printed, where the launcher may stand in between.
+    assert job.command == (sys.executable, *(["-u"] if needs_group else []), script, "--lr", "1")
 
 
-def test_several_processes_need_one(tmp_path: Path, script: str) -> None:
-    job = plan(tmp_path, "--cpu", "--num_processes", "2", script)
-    assert (job.needs_group, job.num_local_processes) == (True, 2)
-    assert job.command == (sys.executable, "-u", script)
+def test_modules_and_programs_are_started_as_such(tmp_path: Path) -> None:
+    assert plan(tmp_path, "--cpu", "-m", "json.tool", "x").command == (sys.executable, "-m", "json.tool", "x")
+    assert plan(tmp_path, "--cpu", "--no_python", "true", "x").command == ("true", "x")
 
 
 def test_the_file_says_how_many_processes_and_the_flag_wins(tmp_path: Path, script: str) -> None:
@@ -151,11 +158,6 @@ def test_ranks_of_an_outer_job_do_not_reach_the_script(tmp_path: Path, script: s
     assert job.environment["OTHER"] == "kept"
 
 
-def test_a_launcher_under_a_launcher_is_refused(tmp_path: Path, script: str) -> None:
-    with pytest.raises(ConfigError, match="already rank 1 of 2 of another launcher"):
-        plan(tmp_path, "--cpu", script, TORCHELASTIC_RUN_ID="x", RANK="1", WORLD_SIZE="2")
-
-
 def test_threads_are_shared_unless_somebody_said_how_many(tmp_path: Path, script: str) -> None:
     two = ["--cpu", "--num_processes", "2"]
     cores = usable_cores()
@@ -213,58 +215,25 @@ def test_gpus_that_are_not_there_are_refused(
         run_job(job)
 
 
-def test_processes_are_divided_over_the_machines(tmp_path: Path, script: str) -> None:
-    words = shlex.split("--cpu --num_processes 6 --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1")
-    assert plan(tmp_path, *words, script).num_local_processes == 3
-
-
-def test_processes_that_cannot_be_divided_are_refused(tmp_path: Path, script: str) -> None:
-    words = shlex.split("--cpu --num_processes 3 --num_machines 2 --main_process_ip 10.0.0.1")
-    with pytest.raises(ConfigError, match=r"num_processes=3 .*cannot be divided over .*num_machines=2"):
-        plan(tmp_path, *words, script)
-
-
-@pytest.mark.parametrize("count", ["", "--num_processes 1", "--num-processes=1"])
-def test_fsdp_on_one_process_is_refused_with_the_command_to_use(tmp_path: Path, script: str, count: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "source", "proposed"),
+    [
+        ("--config_file FILE", "num_processes is not set.*", "--config_file FILE"),
+        ("--num_processes 1 --config_file FILE", "--num_processes", "--config_file FILE"),
+        ("--num-processes=1 --config_file FILE", "--num_processes", "--config_file FILE"),
+        ("--cpu --use_fsdp --num_processes 1 --", "--num_processes", "--cpu --use_fsdp"),
+    ],
+)
+def test_fsdp_on_one_process_is_refused_with_the_command_to_use(
+    tmp_path: Path, script: str, words: str, source: str, proposed: str
+) -> None:
     (tmp_path / "fsdp.yaml").write_text("strategy: fsdp2\nuse_cpu: true\n")
     file = str(tmp_path / "fsdp.yaml")
-    words = [*count.split(), "--config_file", file, script, "--lr", "1 e"]
-    expected = f"accel-trainer launch --config_file {file} --num_processes 2 {script} --lr '1 e'"
-    with pytest.raises(
-        ConfigError, match=r"strategy=fsdp2 \(from .*fsdp.yaml:1\) needs at least 2 processes"
-    ) as caught:
-        plan(tmp_path, *words)
+    message = rf"strategy=fsdp2 \(.*\) needs at least 2 processes, and this job has 1 \({source}\)"
+    with pytest.raises(ConfigError, match=message) as caught:
+        plan(tmp_path, *words.replace("FILE", file).split(), script, "--lr", "1 e")
+    expected = f"launch {proposed.replace('FILE', file)} --num_processes 2 {script} --lr '1 e'"
     assert expected in str(caught.value)
-
-
-def test_the_proposed_command_takes_the_place_of_the_number_that_was_given(tmp_path: Path, script: str) -> None:
-    words = ["--cpu", "--use_fsdp", "--num_processes", "1", "--", script]
-    with pytest.raises(ConfigError, match="this job has 1 \\(--num_processes\\)") as caught:
-        plan(tmp_path, *words)
-    assert f"launch --cpu --use_fsdp --num_processes 2 {script}" in str(caught.value)
-
-
-def test_single_with_two_processes_is_refused(tmp_path: Path, script: str) -> None:
-    with pytest.raises(ConfigError, match=r"strategy=single \(from --strategy\) is one process, and 2 were asked for"):
-        plan(tmp_path, "--cpu", "--strategy", "single", "--num_processes", "2", script)
-
-
-def test_an_unknown_strategy_is_refused_with_the_nearest_name(tmp_path: Path, script: str) -> None:
-    with pytest.raises(ConfigError, match="unknown strategy 'fsdp3'; did you mean 'fsdp2'"):
-        plan(tmp_path, "--cpu", "--strategy", "fsdp3", "--num_processes", "2", script)
-
-
-def test_ddp_on_one_process_is_a_group_of_one(tmp_path: Path, script: str) -> None:
-    job = plan(tmp_path, "--cpu", "--strategy", "ddp", script)
-    assert (job.needs_group, job.num_local_processes) == (True, 1)
-
-
-def test_fsdp_flags_without_fsdp_are_refused(tmp_path: Path, script: str) -> None:
-    message = (
-        r"--fsdp_offload_params, --fsdp_wrap_classes: without effect with strategy=auto \(default\); add --use_fsdp"
-    )
-    with pytest.raises(ConfigError, match=message):
-        plan(tmp_path, "--cpu", "--fsdp_offload_params", "true", "--fsdp_wrap_classes", "A", script)
 
 
 def test_a_missing_script_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,31 +245,6 @@ def test_a_missing_script_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         plan(tmp_path, "--cpu", "json.tool")
 
 
-def test_no_script_at_all_shows_the_usage(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no script to launch; usage: accel-trainer launch \[options\] script.py"):
-        plan(tmp_path, "--cpu")
-
-
-def test_a_missing_program_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="program 'no-such-program' is not found"):
-        plan(tmp_path, "--no_python", "no-such-program")
-
-
-def test_module_and_program_contradict(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--module runs a module with python, and --no_python runs without"):
-        plan(tmp_path, "-m", "--no_python", "true")
-
-
-def test_modules_and_programs_are_started_as_such(tmp_path: Path) -> None:
-    assert plan(tmp_path, "--cpu", "-m", "json.tool", "x").command == (sys.executable, "-m", "json.tool", "x")
-    assert plan(tmp_path, "--cpu", "--no_python", "true", "x").command == ("true", "x")
-
-
-def test_a_missing_configuration_file_is_named(tmp_path: Path, script: str) -> None:
-    with pytest.raises(ConfigError, match=r"no_such\.yaml"):
-        plan(tmp_path, "--config_file", str(tmp_path / "no_such.yaml"), script)
-
-
 def test_a_packaged_configuration_is_found_by_name(tmp_path: Path, script: str) -> None:
     job = plan(tmp_path, "--config_file", "full_shard", "--cpu", "--num_processes", "2", script)
     assert job.resolved.config.strategy == "fsdp2"
@@ -310,23 +254,46 @@ def test_a_packaged_configuration_is_found_by_name(tmp_path: Path, script: str) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("", r"no script to launch; usage: accel-trainer launch \[options\] script.py"),
+        ("--no_python no-such-program", "program 'no-such-program' is not found"),
+        ("-m --no_python true", "--module runs a module with python, and --no_python runs without"),
+        ("--config_file no_such.yaml SCRIPT", r"no_such\.yaml"),
         (
-            "--mixed_precision fp8",
+            "--num_processes 3 --num_machines 2 --main_process_ip 10.0.0.1 SCRIPT",
+            "num_processes=3 .*cannot be divided over .*num_machines=2",
+        ),
+        (
+            "--strategy single --num_processes 2 SCRIPT",
+            r"strategy=single \(from --strategy\) is one process, and 2 were asked for",
+        ),
+        ("--strategy fsdp3 --num_processes 2 SCRIPT", "unknown strategy 'fsdp3'; did you mean 'fsdp2'"),
+        (
+            "--fsdp_offload_params true --fsdp_wrap_classes A SCRIPT",
+            r"--fsdp_offload_params, --fsdp_wrap_classes: without effect with strategy=auto .default.; add --use_fsdp",
+        ),
+        (
+            "--mixed_precision fp8 --num_processes 2 SCRIPT",
             "mixed_precision=fp8 .from --mixed_precision.: fp8 needs torchao, which is not installed",
         ),
         (
-            "--use_deepspeed --zero_stage 2 --offload_param_device cpu",
+            "--use_deepspeed --num_processes 2 --zero_stage 2 --offload_param_device cpu SCRIPT",
             "zero_optimization.offload_param.device .--offload_param_device. is 'cpu'; expected 'none', since",
         ),
-        ("--use_deepspeed --zero_stage auto", "stage .--zero_stage. is 'auto'; expected 0, 1, 2 or 3"),
-        ("--use_deepspeed --offload_optimizer_device auto", "offload_optimizer.device .* is 'auto'; exp"),
+        (
+            "--use_deepspeed --num_processes 2 --zero_stage auto SCRIPT",
+            "stage .--zero_stage. is 'auto'; expected 0, 1, 2 or 3",
+        ),
+        (
+            "--use_deepspeed --num_processes 2 --offload_optimizer_device auto SCRIPT",
+            "offload_optimizer.device .* is 'auto'; exp",
+        ),
     ],
 )
 def test_what_every_rank_would_refuse_starts_none(tmp_path: Path, script: str, words: str, message: str) -> None:
     if "deepspeed" in words:
         pytest.importorskip("deepspeed")
     with pytest.raises(ConfigError, match=message):
-        plan(tmp_path, "--cpu", "--num_processes", "2", *words.split(), script)
+        plan(tmp_path, "--cpu", *words.replace("SCRIPT", script).split())
 
 
 def test_a_module_that_does_not_exist_starts_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,21 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_settings_are_read_as_pairs() -> None:
     assert parse_settings(" timeout=30, bind_address=0.0.0.0 ,") == {"timeout": "30", "bind_address": "0.0.0.0"}
     assert parse_settings("") == {}
-
-
-def test_a_setting_without_a_value_is_named() -> None:
-    with pytest.raises(ConfigError, match="rdzv_conf has the entry 'timeout'; expected key=value,key=value"):
-        parse_settings("timeout")
-
-
-def test_an_unknown_setting_is_named() -> None:
-    with pytest.raises(ConfigError, match="rdzv_conf has 'time', which the static rendezvous does not know"):
-        BoundRendezvous("127.0.0.1", 0, 0, 1, {"time": "3"})
-
-
-def test_a_timeout_is_a_number() -> None:
-    with pytest.raises(ConfigError, match="timeout='soon'; expected a whole number of seconds"):
-        BoundRendezvous("127.0.0.1", 0, 0, 1, {"timeout": "soon"})
 
 
 def test_each_rendezvous_is_a_new_store_that_holds_no_old_keys() -> None:
@@ -67,54 +53,61 @@ def test_machine_0_may_listen_elsewhere_when_told_so() -> None:
     assert info.bootstrap_store_info.master_addr == "localhost"
 
 
-def test_a_port_in_use_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use by another process"):
-            BoundRendezvous("127.0.0.1", port, 0, 1).next_rendezvous()
-
-
-def test_a_foreign_address_on_machine_0_is_named() -> None:
-    # 192.0.2.0/24 is reserved for documentation: no machine has such an address.
-    with pytest.raises(ConfigError, match=re.escape("192.0.2.1 is not an address of this machine, which is machine 0")):
-        BoundRendezvous("192.0.2.1", 29500, 0, 2).next_rendezvous()
-
-
-def test_an_address_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"main_process_ip 'no-such-host.invalid' cannot be resolved"):
-        BoundRendezvous("no-such-host.invalid", 29500, 0, 2).next_rendezvous()
-
-
 def test_a_machine_0_that_is_not_there_is_named() -> None:
     handler = BoundRendezvous("127.0.0.1", free_port(), 1, 2, {"timeout": "1"})
     with pytest.raises(ProcessGroupError, match=r"machine 0 was not reached at 127\.0\.0\.1 port \d+ within 1 s"):
         handler.next_rendezvous()
 
 
-def job(launch: LaunchConfig) -> AgentJob:
-    return AgentJob(("true",), {}, 1, launch, use_cpu=True)
+TWO: dict[str, Any] = {"num_machines": 2, "main_process_ip": "127.0.0.1"}
 
 
-def test_several_machines_need_the_address_of_the_first() -> None:
-    for backend in ("static", "c10d"):
-        with pytest.raises(ConfigError, match="num_machines is 2 and main_process_ip is not set"):
-            run_workers(job(LaunchConfig(num_machines=2, rdzv_backend=backend)))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rdzv_conf": "timeout"}, "rdzv_conf has the entry 'timeout'; expected key=value,key=value"),
+        ({"rdzv_conf": "time=3"}, "rdzv_conf has 'time', which the static rendezvous does not know"),
+        ({"rdzv_conf": "timeout=soon"}, "timeout='soon'; expected a whole number of seconds"),
+        ({"num_machines": 2}, "num_machines is 2 and main_process_ip is not set"),
+        ({"num_machines": 2, "rdzv_backend": "c10d"}, "num_machines is 2 and main_process_ip is not set"),
+        ({**TWO, "max_restarts": 3}, "max_restarts is 3 on 2 machines with the static rendezvous"),
+        ({"rdzv_backend": "carrier-pigeon"}, "rdzv_backend 'carrier-pigeon' cannot be used"),
+        *(
+            (
+                {"rdzv_backend": "c10d", "rdzv_conf": conf},
+                f"rdzv_backend 'c10d' cannot be used with rdzv_conf '{conf}': ",
+            )
+            for conf in ("backend=static", "read_timeout=soon")
+        ),
+        # 192.0.2.0/24 is reserved for documentation: no machine has such an address.
+        (
+            {**TWO, "main_process_ip": "192.0.2.1"},
+            "192.0.2.1 is not an address of this machine, which is machine 0",
+        ),
+        (
+            {**TWO, "main_process_ip": "no-such-host.invalid"},
+            "no-such-host.invalid' cannot be resolved",
+        ),
+        ({"main_process_port": "TAKEN"}, r"port \d+ on 127.0.0.1 is in use by another process"),
+        ({"log_dir": "file/logs"}, "log_dir 'file/logs' cannot be made: Not a directory"),
+    ],
+)
+def test_a_job_whose_processes_cannot_meet_is_refused_before_one_starts(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        if "main_process_port" in options:
+            options = {"main_process_port": taken.getsockname()[1]}
+        with pytest.raises(ConfigError, match=message):
+            run_workers(AgentJob(("true",), {}, 1, LaunchConfig(**options), use_cpu=True))
 
 
-def test_restarts_on_several_machines_need_a_rendezvous_that_tells_the_others() -> None:
-    with pytest.raises(ConfigError, match="max_restarts is 3 on 2 machines with the static rendezvous"):
-        run_workers(job(LaunchConfig(num_machines=2, main_process_ip="127.0.0.1", max_restarts=3)))
-
-
-def test_an_unknown_backend_is_named() -> None:
-    with pytest.raises(ConfigError, match="rdzv_backend 'carrier-pigeon' cannot be used"):
-        run_workers(job(LaunchConfig(rdzv_backend="carrier-pigeon")))
-
-
-@pytest.mark.parametrize("conf", ["backend=static", "read_timeout=soon"])
-def test_settings_that_a_backend_cannot_take_are_named(conf: str) -> None:
-    with pytest.raises(ConfigError, match=f"rdzv_backend 'c10d' cannot be used with rdzv_conf '{conf}': "):
-        build_rendezvous(LaunchConfig(rdzv_backend="c10d", rdzv_conf=conf))
+def test_a_time_to_save_that_is_no_number_is_named() -> None:
+    wrong = AgentJob(("true",), {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "long"}, 1, LaunchConfig(), use_cpu=True)
+    with pytest.raises(ConfigError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT is 'long'; expected a whole number of sec"):
+        run_workers(wrong)
 
 
 def test_two_jobs_of_one_machine_do_not_meet_in_one_store() -> None:
@@ -123,20 +116,6 @@ def test_two_jobs_of_one_machine_do_not_meet_in_one_store() -> None:
     assert places[0].master_port != places[1].master_port
     for handler in handlers:
         handler.shutdown()
-
-
-def test_a_folder_for_logs_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"log_dir '.*file/logs' cannot be made: Not a directory"):
-        run_workers(job(LaunchConfig(log_dir=str(tmp_path / "file" / "logs"))))
-
-
-def test_a_time_to_save_that_is_no_number_is_named() -> None:
-    wrong = AgentJob(("true",), {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "long"}, 1, LaunchConfig(), use_cpu=True)
-    with pytest.raises(
-        ConfigError, match="TORCH_ELASTIC_SHUTDOWN_TIMEOUT is 'long'; expected a whole number of seconds"
-    ):
-        run_workers(wrong)
 
 
 def test_exit_codes_are_those_of_a_shell() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_trainer.config import resolve
-from accel_trainer.config.deepspeed.block import read_block
+from accel_trainer.config.deepspeed_block import read_block
 from accel_trainer.errors import ConfigError
 from accel_trainer.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
 
@@ -74,15 +74,9 @@ def test_every_field_reaches_the_configuration():
 def test_the_configuration_may_have_any_form(tmp_path):
     text = json.dumps(ENGINE)
     (tmp_path / "ds.json").write_text(text, encoding="utf-8")
-    forms = [
-        ENGINE,
-        text,
-        base64.b64encode(text.encode()).decode(),
-        str(tmp_path / "ds.json"),
-        HfDeepSpeedConfig(ENGINE),
-        SimpleNamespace(config=ENGINE),
-    ]
-    for form in forms:
+    encoded = base64.b64encode(text.encode()).decode()
+    objects = HfDeepSpeedConfig(ENGINE), SimpleNamespace(config=ENGINE)
+    for form in (ENGINE, text, encoded, str(tmp_path / "ds.json"), *objects):
         plugin = DeepSpeedPlugin(hf_ds_config=form)
         assert plugin.deepspeed_config == ENGINE
         assert plugin.hf_ds_config.config is plugin.deepspeed_config is not ENGINE
@@ -159,15 +153,10 @@ def test_it_can_be_asked():
     assert config.find_config_node("zero_optimization.stage") == (config.config["zero_optimization"], "stage")
     assert config.find_config_node("nothing.stage") == (None, "stage")
     assert config.find_config_node("fp16") == (config.config, "fp16")
-    assert config.is_zero3()
-    assert not config.is_zero2()
-    assert config.is_offload()
-    assert config.is_auto("gradient_accumulation_steps")
-    assert not config.is_auto("bf16.enabled")
-    assert config.is_true("gradient_clipping")
-    assert not config.is_true("fp16.enabled")
-    assert config.is_false("fp16.enabled")
-    assert not config.is_false("bf16.enabled")
+    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (False, True, True)
+    assert (config.is_auto("gradient_accumulation_steps"), config.is_auto("bf16.enabled")) == (True, False)
+    assert (config.is_true("gradient_clipping"), config.is_true("fp16.enabled")) == (True, False)
+    assert (config.is_false("fp16.enabled"), config.is_false("bf16.enabled")) == (True, False)
     config.del_config_sub_tree("zero_optimization.offload_param")
     config.del_config_sub_tree("optimizer")
     assert not config.is_offload()

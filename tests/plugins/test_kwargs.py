@@ -1,4 +1,4 @@
-"""Option objects: what they set reaches torch, and what cannot be honoured says so."""
+"""Option objects: what they set reaches torch, agrees with what is passed beside them, or is an error."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from accel_trainer import Accelerator
+from accel_trainer import Accelerator, FullyShardedDataParallelPlugin
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins import (
     AORecipeKwargs,
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -39,7 +40,6 @@ class Net(nn.Module):
         self.computed: torch.dtype | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output."""
         y = self.layer(x)
         self.computed = y.dtype
         return y
@@ -190,21 +190,15 @@ class Blocks(nn.Module):
         self.head = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one number a row."""
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-class Own(nn.Module):
+class Own(Net):
     """A block with a forward of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output, rectified."""
         return self.layer(x).relu()
 
 
@@ -246,12 +240,9 @@ def test_a_model_whose_forward_is_torchs_own_is_compiled_too():
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
 
 
-def test_options_and_mode_reach_the_backend():
-    options = {"epilogue_fusion": True}
-    (called,) = compile_with(TorchDynamoPlugin(backend="accel_trainer_recording", options=options))
-    assert called == {"options": options}
-    (called,) = compile_with(TorchDynamoPlugin(backend="accel_trainer_recording", mode="reduce-overhead"))
-    assert called == {"mode": "reduce-overhead"}
+@pytest.mark.parametrize("given", [{"options": {"epilogue_fusion": True}}, {"mode": "reduce-overhead"}])
+def test_options_and_mode_reach_the_backend(given: dict[str, Any]):
+    assert compile_with(TorchDynamoPlugin(backend="accel_trainer_recording", **given)) == [given]
 
 
 def test_the_plugin_can_switch_a_configured_compilation_off():
@@ -352,3 +343,44 @@ def test_options_as_arguments_are_those_that_differ_from_the_defaults():
     assert given.to_dict()["bucket_cap_mb"] is None
     given.to_kwargs()["comm_state_option"].clear()
     assert given.comm_state_option == {"start_powerSGD_iter": 2}
+
+
+# --- beside arguments and files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"split_batches": True, "dataloader_config": DataLoaderConfiguration(split_batches=False)},
+            r"dataloader_config sets split_batches=False, and Accelerator\(split_batches=True\) was given beside it",
+        ),
+        (
+            {"strategy": "single", "fsdp_plugin": FullyShardedDataParallelPlugin()},
+            r"fsdp_plugin sets strategy='fsdp2', and Accelerator\(strategy='single'\) was given beside it; pass one",
+        ),
+    ],
+)
+def test_an_argument_and_an_object_that_disagree_are_an_error(arguments: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        Accelerator(cpu=True, **arguments)
+
+
+def test_an_object_may_repeat_an_argument():
+    configuration = DataLoaderConfiguration(split_batches=True, even_batches=False)
+    accelerator = Accelerator(cpu=True, split_batches=True, dataloader_config=configuration)
+    assert (accelerator.split_batches, accelerator.even_batches) == (True, False)
+
+
+def test_a_plugin_leaves_what_it_does_not_set_to_the_file():
+    file = {"accumulation": {"num_steps": 8, "sync_with_dataloader": False}}
+    plugin = GradientAccumulationPlugin(sync_each_batch=True)
+    accelerator = Accelerator(cpu=True, config=file, gradient_accumulation_plugin=plugin)
+    accumulation = accelerator.config.accumulation
+    assert (accumulation.num_steps, accumulation.sync_with_dataloader, accumulation.sync_each_batch) == (8, False, True)
+    assert accelerator.gradient_state.plugin_kwargs == {"sync_each_batch": True}
+    assert accelerator.gradient_state.num_steps == 8
+
+
+def test_no_handlers_may_be_written_as_none():
+    assert Accelerator(cpu=True, kwargs_handlers=None).scaler is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from accel_trainer.parallelism_config import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accel_trainer.runtime.variables import patch_environment
+from accel_trainer.runtime.availability import patch_environment
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -36,11 +37,8 @@ preload("accel_trainer.accelerator")
 def test_the_axes_above_1_make_the_mesh(sizes: dict[str, int], names: tuple[str, ...], shape: tuple[int, ...]):
     config = ParallelismConfig(**sizes)
     assert config._get_mesh() == (names, shape)
-    product = 1
-    for size in shape:
-        product *= size
-    assert (config.total_size, sorted(config.active_mesh_dims)) == (product, sorted(names))
-    assert config.data_parallel_size * config.non_data_parallel_size == product
+    assert (config.total_size, sorted(config.active_mesh_dims)) == (math.prod(shape), sorted(names))
+    assert config.data_parallel_size * config.non_data_parallel_size == math.prod(shape)
 
 
 def test_what_axes_are_for():

@@ -28,52 +28,34 @@ def write(machine: Path, files: dict[str, str]) -> None:
         path.write_text(text)
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        pytest.param({}, 16, id="no cgroups"),
-        pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, 16, id="v2 without"),
-        pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "400000 100000\n"}, 4, id="v2 container"),
-        pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 2, id="rounded up"),
-        pytest.param(
-            {
-                "proc/self/cgroup": "0::/job.slice/task\n",
-                "sys/fs/cgroup/job.slice/cpu.max": "300000 100000\n",
-                "sys/fs/cgroup/job.slice/task/cpu.max": "max 100000\n",
-            },
-            3,
-            id="v2 of the group above",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "4:memory:/box\n1:cpu,cpuacct:/box\n0::/\n",
-                "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_quota_us": "250000\n",
-                "sys/fs/cgroup/cpu,cpuacct/box/cpu.cfs_period_us": "50000\n",
-            },
-            5,
-            id="v1",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "1:cpu:/docker/on-the-host\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            2,
-            id="v1 path of the host",
-        ),
-        pytest.param(
-            {
-                "proc/self/cgroup": "1:cpu:/\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            16,
-            id="v1 without",
-        ),
-        pytest.param({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "64000000 100000\n"}, 16, id="above all"),
-    ],
-)
+def v1(line: str, folder: str, quota: int, period: int) -> dict[str, str]:
+    folder = f"sys/fs/cgroup/{folder}"
+    limits = {f"{folder}/cpu.cfs_quota_us": f"{quota}\n", f"{folder}/cpu.cfs_period_us": f"{period}\n"}
+    return {"proc/self/cgroup": line} | limits
+
+
+def v2(quota: str, **of_groups: str) -> dict[str, str]:
+    files = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": f"{quota} 100000\n"}
+    return files | {f"sys/fs/cgroup/{name}/cpu.max": f"{group} 100000\n" for name, group in of_groups.items()}
+
+
+QUOTAS: dict[str, tuple[dict[str, str], int]] = {
+    "no cgroups": ({}, 16),
+    "v2 without": (v2("max"), 16),
+    "v2 container": (v2("400000"), 4),
+    "rounded up": (v2("150000"), 2),
+    "v2 of the group above": (
+        v2("max", **{"job.slice": "300000", "job.slice/task": "max"}) | {"proc/self/cgroup": "0::/job.slice/task\n"},
+        3,
+    ),
+    "v1": (v1("4:memory:/box\n1:cpu,cpuacct:/box\n0::/\n", "cpu,cpuacct/box", 250000, 50000), 5),
+    "v1 path of the host": (v1("1:cpu:/docker/on-the-host\n", "cpu", 200000, 100000), 2),
+    "v1 without": (v1("1:cpu:/\n", "cpu", -1, 100000), 16),
+    "above all": (v2("64000000"), 16),
+}
+
+
+@pytest.mark.parametrize(("files", "expected"), QUOTAS.values(), ids=QUOTAS)
 def test_a_quota_bounds_the_cores(machine: Path, files: dict[str, str], expected: int) -> None:
     write(machine, files)
     assert cores.usable_cores() == expected

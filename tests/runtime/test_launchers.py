@@ -37,55 +37,62 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def test_no_launcher_is_no_job():
-    assert find_launch_info({}) is None
-    assert find_launch_info({"PATH": "/bin", "MASTER_ADDR": "x", "LOCAL_RANK": "0"}) is None
-
-
-def test_torchrun():
-    assert find_launch_info(TORCHRUN) == LaunchInfo("torchrun", 5, 1, 8, 4, "node0", 29400)
-
-
-def test_rank_and_world_size_alone_are_one_node():
-    info = find_launch_info({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
-    assert info == LaunchInfo("torchrun", 1, 1, 2, 2, "127.0.0.1", None)
-
-
-def test_torchrun_inside_slurm_or_mpi_is_torchrun():
-    for outer in (SLURM, OPEN_MPI, PMI):
-        info = find_launch_info(outer | TORCHRUN)
-        assert info is not None
-        assert (info.launcher, info.rank, info.world_size) == ("torchrun", 5, 8)
-
-
-def test_slurm():
-    assert find_launch_info(SLURM) == LaunchInfo("SLURM", 5, 1, 8, 4, "gpu003", 12000 + 40123 % 20000)
-
-
-def test_slurm_takes_a_main_address_that_the_user_set():
-    info = find_launch_info(SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})
-    assert info is not None
-    assert (info.main_address, info.main_port) == ("10.0.0.1", 1234)
-
-
-@pytest.mark.parametrize(("node", "tasks"), [("0", 4), ("1", 4), ("2", 3), ("3", 1)])
-def test_slurm_nodes_may_hold_different_numbers_of_tasks(node: str, tasks: int):
-    several = {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3,1", "SLURM_STEP_NUM_TASKS": "12", "SLURM_NODEID": node}
-    info = find_launch_info(SLURM | several | {"SLURM_LOCALID": "0"})
-    assert info is not None
-    assert info.local_world_size == tasks
-
-
-def test_slurm_with_pmi_plugin_is_slurm():
-    info = find_launch_info(SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"})
-    assert info is not None
-    assert info.launcher == "SLURM"
-
-
-def test_a_single_slurm_task_is_no_job():
+OF_TORCHRUN = LaunchInfo("torchrun", 5, 1, 8, 4, "node0", 29400)
+PORT = 12000 + 40123 % 20000
+OF_SLURM = LaunchInfo("SLURM", 5, 1, 8, 4, "gpu003", PORT)
+SEVERAL = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2),3,1", "SLURM_STEP_NUM_TASKS": "12", "SLURM_LOCALID": "0"}
+OPEN_MPI_ALONE = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+FOUND: dict[str, tuple[dict[str, str], LaunchInfo | None]] = {
+    "no launcher is no job": ({}, None),
+    "an address alone is no job": ({"PATH": "/bin", "MASTER_ADDR": "x", "LOCAL_RANK": "0"}, None),
+    "torchrun": (TORCHRUN, OF_TORCHRUN),
+    "rank and world size alone are one node": (
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+        LaunchInfo("torchrun", 1, 1, 2, 2, "127.0.0.1", None),
+    ),
+    "torchrun inside SLURM": (SLURM | TORCHRUN, OF_TORCHRUN),
+    "torchrun inside Open MPI": (OPEN_MPI | TORCHRUN, OF_TORCHRUN),
+    "torchrun inside PMI": (PMI | TORCHRUN, OF_TORCHRUN),
+    "SLURM": (SLURM, OF_SLURM),
+    "SLURM takes a main address that the user set": (
+        SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"},
+        LaunchInfo("SLURM", 5, 1, 8, 4, "10.0.0.1", 1234),
+    ),
+    **{
+        f"SLURM's node {node} of several holds {tasks}": (
+            SEVERAL | {"SLURM_NODEID": str(node)},
+            LaunchInfo("SLURM", 5, 0, 12, tasks, "gpu003", PORT),
+        )
+        for node, tasks in enumerate((4, 4, 3, 1))
+    },
+    "SLURM with a PMI plug-in is SLURM": (SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"}, OF_SLURM),
     # What an interactive shell (srun --pty bash) and a batch script outside of srun look like.
-    assert find_launch_info(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert find_launch_info({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) is None
+    "a single SLURM task is no job": (
+        SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        None,
+    ),
+    "a batch script is no job": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}, None),
+    "Open MPI": (OPEN_MPI, LaunchInfo("MPI", 3, 1, 4, 2, "node0", 29500)),
+    "Open MPI on one node needs no address": (
+        without(OPEN_MPI, "MASTER_ADDR") | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+        LaunchInfo("MPI", 3, 1, 4, 4, "127.0.0.1", 29500),
+    ),
+    "an MPI of one process gets no address on which two jobs would meet": (
+        OPEN_MPI_ALONE,
+        LaunchInfo("MPI", 0, 0, 1, 1, None, 29500),
+    ),
+    "PMI": (PMI, LaunchInfo("MPI", 1, 1, 2, 2, "127.0.0.1", 29500)),
+    # Two ranks on two nodes would each look for the other on their own node, and hang.
+    "PMI that does not name its node gets no loopback address": (
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        LaunchInfo("MPI", 1, 1, 2, 2, None, 29500),
+    ),
+}
+
+
+@pytest.mark.parametrize(("environ", "expected"), FOUND.values(), ids=FOUND)
+def test_a_launcher_is_known_by_its_variables(environ: dict[str, str], expected: LaunchInfo | None):
+    assert find_launch_info(environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -107,34 +114,6 @@ def test_first_host_of_a_slurm_node_list(node_list: str, host: str):
 def test_an_unreadable_slurm_node_list_is_refused():
     with pytest.raises(ProcessGroupError, match=r"node list 'gpu\[1-2' cannot be read; set MASTER_ADDR"):
         first_slurm_host("gpu[1-2")
-
-
-def test_open_mpi():
-    assert find_launch_info(OPEN_MPI) == LaunchInfo("MPI", 3, 1, 4, 2, "node0", 29500)
-
-
-def test_open_mpi_on_one_node_needs_no_address():
-    info = find_launch_info(without(OPEN_MPI, "MASTER_ADDR") | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})
-    assert info is not None
-    assert info.main_address == "127.0.0.1"
-
-
-def test_an_mpi_of_one_process_gets_no_address_on_which_two_jobs_would_meet():
-    alone = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    info = find_launch_info(alone)
-    assert info is not None
-    assert (info.world_size, info.main_address) == (1, None)
-
-
-def test_pmi():
-    assert find_launch_info(PMI) == LaunchInfo("MPI", 1, 1, 2, 2, "127.0.0.1", 29500)
-
-
-def test_pmi_that_does_not_name_its_node_gets_no_loopback_address():
-    # Two ranks on two nodes would each look for the other on their own node, and hang.
-    info = find_launch_info({"PMI_RANK": "1", "PMI_SIZE": "2"})
-    assert info is not None
-    assert info.main_address is None
 
 
 @pytest.mark.parametrize(

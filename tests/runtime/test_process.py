@@ -9,6 +9,8 @@ import socket
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_trainer import Accelerator, InitProcessGroupKwargs, PartialState
+from accel_trainer.checkpoint.checkpointer import BackgroundSaver
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime import process as process_module
 from accel_trainer.runtime.collectives import gather_object
 from accel_trainer.runtime.launchers import LaunchInfo
 from accel_trainer.runtime.process import _bound_device, _use_device, init_process, read_environment, select_device
+from accel_trainer.strategies.parallel.meshes import init_mesh
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -47,26 +52,25 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     return pretend
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_a_group_of_nccl_is_bound_to_its_device_from_the_start(backend: str):
-    assert _bound_device(torch.device("cuda:1"), backend) == torch.device("cuda:1")
-
-
 @pytest.mark.parametrize(
-    ("device", "backend"), [("cuda:0", "gloo"), ("cuda:0", "cpu:gloo,cuda:gloo"), ("cpu", "gloo"), ("cpu", "nccl")]
+    ("device", "backend", "is_bound"),
+    [
+        ("cuda:1", "nccl", True),
+        ("cuda:1", "cpu:gloo,cuda:nccl", True),
+        ("cuda:0", "gloo", False),
+        ("cuda:0", "cpu:gloo,cuda:gloo", False),
+        ("cpu", "gloo", False),
+        ("cpu", "nccl", False),
+    ],
 )
-def test_a_group_that_torch_cannot_split_is_bound_to_no_device(device: str, backend: str):
-    assert _bound_device(torch.device(device), backend) is None
+def test_a_group_of_nccl_alone_is_bound_to_its_device_from_the_start(device: str, backend: str, is_bound: bool):
+    assert _bound_device(torch.device(device), backend) == (torch.device(device) if is_bound else None)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_each_local_rank_gets_its_device(machine: Any, kind: str):
     machine(kind, 4)
     assert [select_device(rank, 4, use_cpu=False) for rank in range(4)] == [torch.device(kind, i) for i in range(4)]
-
-
-def test_use_cpu_wins_over_an_accelerator(machine: Any):
-    machine("cuda", 4)
     assert select_device(0, 1, use_cpu=True) == torch.device("cpu")
 
 
@@ -77,23 +81,18 @@ def test_a_machine_without_accelerator_runs_on_the_cpu(machine: Any):
 
 def test_more_ranks_than_devices_are_refused(machine: Any):
     machine("cuda", 2)
-    with pytest.raises(
-        ConfigError,
-        match=r"local rank 2 has no device: 3 processes .* 2 cuda device.*most 2.*--cpu.*Accelerator\(cpu=True\)",
-    ):
+    message = r"local rank 2 has no device: 3 processes .* 2 cuda device.*most 2.*--cpu.*Accelerator\(cpu=True\)"
+    with pytest.raises(ConfigError, match=message):
         select_device(2, 3, use_cpu=False)
 
 
-@pytest.mark.parametrize(("own", "expected"), [(True, "cuda:0"), (False, None)])
-def test_a_task_that_sees_only_its_own_device_takes_it(machine: Any, monkeypatch: Any, own: bool, expected: str | None):
+def test_a_task_that_sees_only_its_own_device_takes_it(machine: Any, monkeypatch: pytest.MonkeyPatch):
     machine("cuda", 1)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    info = LaunchInfo("SLURM", 3, 3, 4, 4, "node0", 12345, has_own_device=own)
-    if expected is None:
-        with pytest.raises(ConfigError, match="local rank 3 has no device"):
-            _use_device(info, use_cpu=False)
-    else:
-        assert _use_device(info, use_cpu=False) == torch.device(expected)
+    info = LaunchInfo("SLURM", 3, 3, 4, 4, "node0", 12345, has_own_device=True)
+    assert _use_device(info, use_cpu=False) == torch.device("cuda:0")
+    with pytest.raises(ConfigError, match="local rank 3 has no device"):
+        _use_device(replace(info, has_own_device=False), use_cpu=False)
 
 
 def test_mps_serves_one_process(machine: Any):
@@ -127,11 +126,6 @@ def group_timeout(group: Any = None) -> float:
 
 def join_and_describe() -> dict[str, Any]:
     """Join without any flag, twice, through every door; return what this rank sees."""
-    from accel_trainer import Accelerator
-    from accel_trainer.checkpoint.checkpointer import BackgroundSaver
-    from accel_trainer.state import PartialState
-    from accel_trainer.strategies.parallel.meshes import init_mesh
-
     environ = dict(os.environ)
     torch.set_num_threads(8)
     os.sched_getaffinity = lambda pid: set(range(6))
@@ -174,10 +168,6 @@ def test_ranks_on_a_cpu_machine_are_one_job():
 
 
 def join_later_with(door: str) -> dict[str, Any]:
-    from accel_trainer import Accelerator
-    from accel_trainer.plugins import InitProcessGroupKwargs
-    from accel_trainer.state import PartialState
-
     torch.set_num_threads(3)
     if door == "user":
         dist.init_process_group("gloo", timeout=timedelta(seconds=50))
@@ -225,31 +215,28 @@ def test_world_size_one_with_a_rank_is_a_group_of_one():
     assert run_ranks(join_as_group_of_one, 1) == [(1, "gloo", True, False, 9)]
 
 
-def test_without_a_launcher_there_is_no_group():
+def test_without_a_launcher_there_is_no_group_and_contexts_are_plain_values():
     process = init_process({})
     assert (process.rank, process.world_size, process.backend) == (0, 1, None)
     assert not dist.is_initialized()
+    assert pickle.loads(pickle.dumps(process)) == process
 
 
-def arrive_unless(missing: int) -> Any:
+def arrive_unless(missing: int) -> float | None:
     if int(os.environ["RANK"]) == missing:
         return None
     begin = time.monotonic()
-    try:
+    message = r"rank 0 of 2 could not join the process group at 127.0.0.1:.*Check that all ranks were started"
+    with pytest.raises(ProcessGroupError, match=message):
         init_process(read_environment(), timeout_seconds=1)
-    except ProcessGroupError as error:
-        return time.monotonic() - begin, str(error), dist.is_initialized()
-    raise AssertionError("joined a group that is not complete")
+    assert not dist.is_initialized()
+    return time.monotonic() - begin
 
 
 @pytest.mark.parametrize("agent_store", ["True", None])
 def test_a_rank_that_never_arrives_is_an_error_after_the_timeout(agent_store: str | None):
-    result, _ = run_ranks(arrive_unless, 2, 1, env={"TORCHELASTIC_USE_AGENT_STORE": agent_store})
-    seconds, message, initialized = result
+    seconds, _ = run_ranks(arrive_unless, 2, 1, env={"TORCHELASTIC_USE_AGENT_STORE": agent_store})
     assert 0.9 < seconds < 20
-    assert "rank 0 of 2 could not join the process group at 127.0.0.1:" in message
-    assert "Check that all ranks were started" in message
-    assert not initialized
 
 
 def wait_for_a_rank_that_stays_away() -> float:
@@ -275,32 +262,30 @@ def test_an_address_that_is_missing_is_named():
         init_process(environ, timeout_seconds=1)
 
 
+@pytest.fixture
+def leaving() -> Iterator[None]:
+    yield
+    process_module.destroy_process_group()
+
+
 @pytest.mark.parametrize("environ", [{"PMI_RANK": "0", "PMI_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}])
-def test_a_job_of_one_process_needs_no_address(environ: dict[str, str]):
-    try:
-        process = init_process(environ, use_cpu=True)
-        assert (process.rank, process.world_size, process.backend) == (0, 1, "gloo")
-    finally:
-        process_module.destroy_process_group()
+def test_a_job_of_one_process_needs_no_address(environ: dict[str, str], leaving: None):
+    process = init_process(environ, use_cpu=True)
+    assert (process.rank, process.world_size, process.backend) == (0, 1, "gloo")
 
 
-def test_an_address_may_be_one_of_ipv6():
+def test_an_address_may_be_one_of_ipv6(leaving: None):
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
             port = free.getsockname()[1]
     except OSError:
         pytest.skip("this machine has no IPv6")
-    try:
-        environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": str(port)}
-        assert init_process(environ, use_cpu=True).backend == "gloo"
-    finally:
-        process_module.destroy_process_group()
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "::1", "MASTER_PORT": str(port)}
+    assert init_process(environ, use_cpu=True).backend == "gloo"
 
 
 def ask_for_both_kinds() -> tuple[str | None, str]:
     """Join with a pair of backends, as on a machine with GPUs; gloo takes nccl's place."""
-    from accel_trainer import Accelerator, InitProcessGroupKwargs
-
     accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="cpu:gloo,cuda:gloo")])
     return accelerator.backend, dist.get_backend_config()
 
@@ -311,8 +296,6 @@ def test_the_backend_is_the_one_that_carries_the_devices_tensors():
 
 def ask_for_backends() -> list[str]:
     """Make Accelerators that ask for backends in a job that has joined with gloo."""
-    from accel_trainer import Accelerator, InitProcessGroupKwargs
-
     answers = []
     for backend in ("gloo", "cpu:gloo,cuda:nccl", None, "nccl", "mpi"):
         try:
@@ -405,11 +388,6 @@ def test_a_script_that_fails_does_not_wait_for_the_others(error: Exception | Non
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     process_module._leave_at_exit()
     assert bool(left) == (error is None)
-
-
-def test_contexts_are_plain_values():
-    process = init_process({})
-    assert pickle.loads(pickle.dumps(process)) == process
 
 
 def listening_addresses() -> set[str]:

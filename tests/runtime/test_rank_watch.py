@@ -59,7 +59,7 @@ class Blocks(nn.Module):
         return self.second(self.first(batch))
 
 
-def native_loop(strategy: str, directory: str, **options: Any) -> None:
+def native_loop(strategy: str, directory: str, options: dict[str, Any]) -> None:
     """Train four updates, evaluate two batches, save."""
     accelerator = Accelerator(config={"strategy": strategy, "use_cpu": True, "timeout_seconds": 30, **options})
     model = Blocks()
@@ -76,10 +76,6 @@ def native_loop(strategy: str, directory: str, **options: Any) -> None:
         with torch.no_grad():
             accelerator.gather_for_metrics(model(batch))
     accelerator.save_state(directory)
-
-
-def native_script(strategy: str, directory: str, options: dict[str, Any]) -> None:
-    as_script(lambda: native_loop(strategy, directory, **options))
 
 
 def failures_of(function: Callable[..., Any], *args: Any, text: str = "", world_size: int = 2) -> dict[int, str]:
@@ -101,7 +97,9 @@ observed, test_a_fault_of_one_rank_ends_a_loop_as_promised = build_tests(
 def test_r10_a_rank_that_does_not_come_within_the_timeout_is_named_with_its_place(tmp_path):
     options = {"hang": {"step_seconds": 1.0}, "timeout_seconds": 2.5}
 
-    failures = failures_of(native_script, "ddp", str(tmp_path), options, text="sleep@data.next:rank=1:step=1:seconds=4")
+    failures = failures_of(
+        as_script, native_loop, "ddp", str(tmp_path), options, text="sleep@data.next:rank=1:step=1:seconds=4"
+    )
 
     found = (
         r"rank 0 waits in \w+ \(number \d+ of the group\) for rank 1, which has not arrived there:\n"
@@ -115,7 +113,7 @@ def test_r10_a_rank_that_does_not_come_within_the_timeout_is_named_with_its_plac
 def hanging_script(strategy: str, directory: str, options: dict[str, Any]) -> None:
     rank_watch._POLL_SECONDS = POLL_SECONDS
     os.dup2(os.open(f"{directory}/{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT), 2)
-    native_loop(strategy, directory, **options)
+    native_loop(strategy, directory, options)
 
 
 def test_r10_ranks_that_do_not_move_end_the_job_at_the_limit_of_their_section(tmp_path):
@@ -152,7 +150,7 @@ def hanging_unread(directory: str) -> None:
     reader, writer = os.pipe()
     os.dup2(writer, 2)
     os.close(reader)
-    native_loop("ddp", directory, hang={"step_seconds": 0.5, "user_seconds": 0.5})
+    native_loop("ddp", directory, {"hang": {"step_seconds": 0.5, "user_seconds": 0.5}})
 
 
 def test_r10_ranks_that_do_not_move_end_although_nobody_reads_their_output(tmp_path):
@@ -161,36 +159,11 @@ def test_r10_ranks_that_do_not_move_end_although_nobody_reads_their_output(tmp_p
     assert failures == {rank: f"rank {rank} died without an answer: exit code 75" for rank in range(2)}
 
 
-def compile_long(directory: str) -> None:
-    rank_watch._POLL_SECONDS = POLL_SECONDS
-    native_loop("ddp", directory, hang={"step_seconds": 0.5, "user_seconds": 0.5, "startup_seconds": 60.0})
-
-
 def test_r10_a_first_step_that_takes_longer_than_others_may_is_no_hang(tmp_path):
     env = fault_env("sleep@train.forward:rank=1:step=0:seconds=2")
+    options = {"hang": {"step_seconds": 0.5, "user_seconds": 0.5, "startup_seconds": 60.0}}
 
-    assert run_ranks(compile_long, 2, str(tmp_path), env=env) == [None, None]
-
-
-def reduce_by_hand() -> None:
-    """Fail on one rank, where the other is in a collective of torch's own."""
-    accelerator = Accelerator(cpu=True)
-    if accelerator.process_index == 1:
-        raise KeyError("label")
-    dist.all_reduce(torch.ones(1))
-
-
-def hand_script() -> None:
-    as_script(reduce_by_hand)
-
-
-def test_a_collective_of_torch_that_breaks_is_explained_where_it_is_printed():
-    failures = failures_of(hand_script)
-
-    assert re.search(
-        r"RemoteRankError: rank 1 failed \(update 0, reduce_by_hand .*\): KeyError: 'label'\. Rank 0 ", failures[0]
-    )
-    assert "Connection closed" not in failures[0]
+    assert run_ranks(as_script, 2, native_loop, "ddp", str(tmp_path), options, env=env) == [None, None]
 
 
 class WordlessError(Exception):
@@ -198,26 +171,41 @@ class WordlessError(Exception):
         raise ValueError("no words")
 
 
-def raise_without_words() -> None:
+def reduce_by_hand(error: Exception) -> None:
+    """Fail on one rank, where the other is in a collective of torch's own."""
     accelerator = Accelerator(cpu=True)
     if accelerator.process_index == 1:
-        raise WordlessError
+        raise error
     dist.all_reduce(torch.ones(1))
 
 
-def wordless_script() -> None:
-    as_script(raise_without_words)
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(KeyError("label"), "KeyError: 'label'"), (WordlessError(), "WordlessError: <exception str() failed>")],
+    ids=["an error", "one whose text is an error"],
+)
+def test_a_collective_of_torch_that_breaks_is_explained_where_it_is_printed(error: Exception, words: str):
+    failures = failures_of(as_script, reduce_by_hand, error)
+
+    explained = rf"RemoteRankError: rank 1 failed \(update 0, reduce_by_hand .*\): {re.escape(words)}\. Rank 0 "
+    assert re.search(explained, failures[0])
+    assert "Connection closed" not in failures[0]
+    assert words in failures[1]
 
 
-def test_an_error_whose_text_is_an_error_is_told_by_its_class():
-    failures = failures_of(wordless_script)
+def fail() -> None:
+    raise ValueError("no such label")
 
-    assert re.search(r"rank 1 failed \(.*\): WordlessError: <exception str\(\) failed>\. Rank 0 ", failures[0])
-    assert "WordlessError: <exception str() failed>" in failures[1]
+
+def look_soon() -> None:
+    """Have the watch of this rank find soon that it is stuck, and say so in a file."""
+    rank_watch._POLL_SECONDS, rank_watch._STUCK_SECONDS = POLL_SECONDS, 0.5
+    os.dup2(os.open(f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT), 2)
 
 
 def stay_alive() -> None:
     """Fail on one rank, whose process lives on, as one does whose trackers finish."""
+    look_soon()
     accelerator = Accelerator(cpu=True)
     if accelerator.process_index == 0:
         dist.barrier()
@@ -226,33 +214,9 @@ def stay_alive() -> None:
     signal.pause()
 
 
-def fail() -> None:
-    raise ValueError("no such label")
-
-
-def stuck_script() -> None:
-    rank_watch._POLL_SECONDS, rank_watch._STUCK_SECONDS = POLL_SECONDS, 0.5
-    os.dup2(os.open(f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT), 2)
-    stay_alive()
-
-
-def test_a_rank_whose_connections_do_not_break_ends_with_the_one_that_failed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    failures = failures_of(stuck_script)
-
-    assert "rank 0 died without an answer: exit code 1" in failures[0]
-    assert re.search(
-        r"RemoteRankError: rank 1 failed \(update 0, fail .*\): ValueError: no such label\. Rank 0 has waited in "
-        r"barrier for \d s \(update 0, stay_alive \(test_rank_watch.py:\d+\)\)\. Rank 0 ends with exit code 1",
-        (tmp_path / "0.txt").read_text(),
-    )
-
-
 def wait_for_the_device(begins: bool) -> None:
     """Read a value behind a collective that the other rank never begins, or compute as long without one."""
-    rank_watch._POLL_SECONDS, rank_watch._STUCK_SECONDS = POLL_SECONDS, 0.5
-    os.dup2(os.open(f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    look_soon()
     accelerator = Accelerator(config={"use_cpu": True, "hang": {"step_seconds": 4}})
     watch = current_watch()
     assert watch is not None
@@ -267,15 +231,19 @@ def wait_for_the_device(begins: bool) -> None:
     time.sleep(8)
 
 
-def test_a_rank_whose_device_waits_for_one_that_has_failed_ends_with_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("job", "where"), [((stay_alive,), "barrier"), ((wait_for_the_device, True), "a collective of its device")]
+)
+def test_a_rank_whose_connections_do_not_break_ends_with_the_one_that_failed(tmp_path, monkeypatch, job, where):
     monkeypatch.chdir(tmp_path)
 
-    failures = failures_of(wait_for_the_device, True)
+    failures = failures_of(*job)
 
     assert "rank 0 died without an answer: exit code 1" in failures[0]
+    waited = rf"Rank 0 has waited in {where} for \d s \(update 0, {job[0].__name__} \(test_rank_watch.py:\d+\)\)"
     assert re.search(
-        r"RemoteRankError: rank 1 failed .*: ValueError: no such label\. Rank 0 has waited in a collective of its "
-        r"device for \d s \(update 0, wait_for_the_device \(test_rank_watch.py:\d+\)\)",
+        rf"RemoteRankError: rank 1 failed \(update 0, fail .*\): ValueError: no such label\. {waited}\. Rank 0 ends "
+        "with exit code 1",
         (tmp_path / "0.txt").read_text(),
     )
 
@@ -366,12 +334,8 @@ def gather_on_one() -> None:
     accelerator.backward(model(torch.ones(1, 1)).sum())
 
 
-def gathering_script() -> None:
-    as_script(gather_on_one)
-
-
 def test_r11_debug_names_a_collective_that_meets_one_of_torch():
-    failures = failures_of(gathering_script)
+    failures = failures_of(as_script, gather_on_one)
 
     assert re.search(
         r"DesyncError: rank 0 is about to call gather in update 0, gather_on_one \(.*:\d+\), and rank 1 waits for it "

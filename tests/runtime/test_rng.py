@@ -41,23 +41,21 @@ def rank(number: int) -> ProcessContext:
 
 def draw() -> tuple[Any, ...]:
     """Draw from every stream, Gaussian numbers included: those keep one for later."""
-    return (
-        random.random(),
-        random.gauss(0, 1),
-        float(np.random.rand()),
-        float(np.random.normal()),
-        torch.rand(3).tolist(),
-        torch.randn(1).item(),
-    )
+    ours = random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.normal())
+    return *ours, torch.rand(3).tolist(), torch.randn(1).item()
 
 
-def test_a_seed_fixes_every_stream():
-    set_seed(7)
-    first = draw()
-    set_seed(7)
-    assert draw() == first
-    set_seed(8)
-    assert not any(a == b for a, b in zip(draw(), first, strict=True))
+def drawn_after(seed: int, **options: Any) -> tuple[Any, ...]:
+    set_seed(seed, **options)
+    return draw()
+
+
+# Any integer that torch takes.
+@pytest.mark.parametrize("seed", [7, 0, -1, 2**32, 2**63])
+def test_a_seed_fixes_every_stream(seed: int):
+    first = drawn_after(seed)
+    assert drawn_after(seed) == first
+    assert not any(a == b for a, b in zip(drawn_after(8), first, strict=True))
 
 
 def test_a_seed_is_that_of_plain_torch():
@@ -69,14 +67,8 @@ def test_a_seed_is_that_of_plain_torch():
 
 
 def test_the_rank_counts_only_when_asked():
-    set_seed(7, rank=3)
-    same = draw()
-    set_seed(7, rank=3, device_specific=True)
-    other = draw()
-    set_seed(7)
-    assert draw() == same
-    set_seed(10)
-    assert draw() == other
+    assert drawn_after(7, rank=3) == drawn_after(7)
+    assert drawn_after(7, rank=3, device_specific=True) == drawn_after(10)
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63])
@@ -110,8 +102,7 @@ def test_streams_stay_where_nobody_seeded_them_or_a_state_was_loaded():
 
 
 def test_equal_streams_stay_equal_on_request():
-    set_seed(1, same_on_all_ranks=True)
-    expected = draw()
+    expected = drawn_after(1, same_on_all_ranks=True)
     set_seed(1, same_on_all_ranks=True)
     seed_own_streams(rank(1))
     assert draw() == expected
@@ -120,19 +111,6 @@ def test_equal_streams_stay_equal_on_request():
     assert stream_index(3) == 3
     with pytest.raises(ConfigError, match="device_specific=True and same_on_all_ranks=True, which say the opposite"):
         set_seed(1, device_specific=True, same_on_all_ranks=True)
-
-
-@pytest.mark.parametrize("seed", [0, -1, 2**32, 2**63])
-def test_any_integer_that_torch_takes_is_a_seed(seed: int):
-    set_seed(seed)
-    first = draw()
-    set_seed(seed)
-    assert draw() == first
-
-
-def test_deterministic_refuses_other_kernels():
-    set_seed(1, deterministic=True)
-    assert torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(
@@ -153,6 +131,7 @@ def test_deterministic_products_of_cuda_need_no_variable_of_the_users(
     set_seed(1, deterministic=True)
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == after
     assert not torch.backends.cudnn.benchmark
+    assert torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
@@ -172,32 +151,20 @@ def test_the_stream_of_the_machines_accelerator_is_saved(monkeypatch: pytest.Mon
     assert torch.equal(torch.rand(2, generator=stream), expected)
 
 
-def test_a_state_continues_where_it_was_taken():
-    set_seed(5)
-    draw()
-    state = get_rng_state()
+def test_a_state_is_plain_data_and_continues_where_it_was_taken():
+    drawn_after(5)
+    buffer = io.BytesIO()
+    torch.save(get_rng_state(), buffer)
     expected = [draw(), draw()]
-    set_seed(99)
-    draw()
-    set_rng_state(state)
+    drawn_after(99)
+    buffer.seek(0)
+    # Nothing in a checkpoint may need code to run.
+    set_rng_state(torch.load(buffer, weights_only=True))
     assert [draw(), draw()] == expected
 
 
-def test_a_state_is_plain_data():
-    # What torch.load(weights_only=True) reads: nothing in a checkpoint may need code to run.
-    set_seed(5)
-    draw()
-    buffer = io.BytesIO()
-    torch.save(get_rng_state(), buffer)
-    expected = draw()
-    buffer.seek(0)
-    set_rng_state(torch.load(buffer, weights_only=True))
-    assert draw() == expected
-
-
 def test_what_is_drawn_while_streams_are_kept_moves_none_of_them():
-    set_seed(7)
-    draw()  # of the Gaussian numbers, one is held back
+    drawn_after(7)  # of the Gaussian numbers, one is held back
     state = get_rng_state()
     alone = draw()
     set_rng_state(state)

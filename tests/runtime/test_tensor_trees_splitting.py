@@ -47,28 +47,23 @@ def rows_of(part: Any) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("length", "parts"), [(7, 3), (6, 3), (2, 3), (1, 1)])
-def test_the_parts_together_are_the_whole_in_order(kind: str, length: int, parts: int):
+def test_the_parts_together_are_the_whole_in_order_and_padding_repeats_the_last_sample(
+    kind: str, length: int, parts: int
+):
     inputs = KINDS[kind](range(length))
     cut = [rows_of(split_evenly(inputs, parts, index)) for index in range(parts)]
     assert [row for part in cut for row in part] == list(range(length))
     assert max(map(len, cut)) - min(map(len, cut)) <= 1
     assert sorted(map(len, cut), reverse=True) == list(map(len, cut))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("length", "parts"), [(7, 3), (6, 3), (2, 3)])
-def test_padding_repeats_the_last_sample_for_every_kind(kind: str, length: int, parts: int):
-    inputs = KINDS[kind](range(length))
-    cut = [rows_of(split_evenly(inputs, parts, index, apply_padding=True)) for index in range(parts)]
     longest = -(-length // parts)
-    assert [len(part) for part in cut] == [longest] * parts
-    for index, part in enumerate(cut):
-        valid = rows_of(split_evenly(inputs, parts, index))
-        assert part == valid + [length - 1] * (longest - len(valid))
+    for index, valid in enumerate(cut):
+        padded = rows_of(split_evenly(inputs, parts, index, apply_padding=True))
+        assert padded == valid + [length - 1] * (longest - len(valid))
 
 
 @given(length=st.integers(0, 40), parts=st.integers(1, 9), padding=st.booleans())
 def test_any_split_is_contiguous_and_complete(length: int, parts: int, padding: bool):
+    assert split_evenly({}, parts, parts - 1) == {}
     cut = [split_evenly(list(range(length)), parts, index, apply_padding=padding) for index in range(parts)]
     assert sorted({row for part in cut for row in part}) == list(range(length))
     if padding:
@@ -85,11 +80,6 @@ def test_d34_the_input_stays_as_it_was(kind: str, padding: bool):
     part = split_evenly(inputs, 2, 1, apply_padding=padding)
     assert type(part) is (list if kind == "range" and padding else type(inputs))
     assert rows_of(inputs) == rows_of(before)
-
-
-def test_an_empty_list_is_empty_everywhere():
-    assert split_evenly([], 3, 0, apply_padding=True) == []
-    assert split_evenly({}, 3, 2) == {}
 
 
 @pytest.mark.parametrize(

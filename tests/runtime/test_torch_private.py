@@ -40,34 +40,22 @@ INSTANCES: dict[str, Any] = {
 }
 # Objects of torch that the house handles: an attribute of theirs that begins with `_` is torch's own.
 HANDLED = [
-    *INSTANCES.values(),
-    torch,
-    torch.Tensor,
-    torch.Generator,
-    torch.autograd.Variable,
-    torch.optim.SGD(MODULE.parameters(), lr=1.0),
-    torch.optim.lr_scheduler.LRScheduler,
-    dist,
-    dist.ProcessGroup,
-    dist.ProcessGroupGloo,
-    dist.device_mesh.DeviceMesh,
-    dist.distributed_c10d,
-    nn.parallel.DistributedDataParallel,
-    torch.utils.data.dataloader,
-    DTensor,
-    FSDPModule,
-]
+    *INSTANCES.values(), torch, torch.Tensor, torch.Generator, torch.autograd.Variable,
+    torch.optim.SGD(MODULE.parameters(), lr=1.0), torch.optim.lr_scheduler.LRScheduler,
+    dist, dist.ProcessGroup, dist.ProcessGroupGloo, dist.device_mesh.DeviceMesh, dist.distributed_c10d,
+    nn.parallel.DistributedDataParallel, torch.utils.data.dataloader, DTensor, FSDPModule,
+]  # fmt: skip
 TORCHS_OWN = {name for thing in HANDLED for name in dir(thing) if re.match("_[a-zA-Z]", name)}
 NAMED = {path.rpartition(".")[2] for path in PRIVATE_NAMES if not path.endswith("__")}
 TORCHS_OWN |= NAMED
 ALLOWED = {
     ("accelerator/shared_state.py", "PartialState._reset_state"),  # accelerate's name, too
     ("data/loader.py", "super(PreparedDataLoader, reader)._get_iterator"),
-    ("launch/torchrun.py", "super()._start_workers"),  # overrides have to carry the name
-    ("launch/torchrun.py", "super()._shutdown"),
-    ("launch/torchrun.py", "super()._rendezvous"),
-    ("launch/torchrun.py", "super()._monitor_workers"),
-    ("launch/torchrun.py", "super()._exit_barrier"),
+    # Overrides have to carry the name.
+    *(
+        ("launch/torchrun.py", f"super()._{name}")
+        for name in ("start_workers", "shutdown", "rendezvous", "monitor_workers", "exit_barrier")
+    ),
 }
 
 

@@ -74,8 +74,7 @@ def look_while_threads_enter(num_threads: int) -> int:
     """Start threads of C that call back, each of which makes itself known to the interpreter, and look at this one."""
     sys.setswitchinterval(5e-4)
     calls = []
-    callback_type = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
-    callback = callback_type(calls.append)
+    callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(calls.append)
     libc, number = ctypes.CDLL(None), ctypes.c_ulong()
     watched, is_over = threading.get_ident(), threading.Event()
 
@@ -137,14 +136,13 @@ def test_a_thread_is_described_by_lines_and_names(tmp_path, name):
     assert f'  File "{path}", line 10, in on_save\n    call_event(*events)\n' in where.stack
 
 
-def test_a_callback_is_named_by_its_event(tmp_path):
+def test_a_callback_is_named_by_its_event_and_a_thread_describes_itself(tmp_path):
     assert seen_from_outside(tmp_path / "transformers/trainer_callback.py").section == "callback on_save"
-
-
-def test_a_thread_describes_itself_as_another_does():
     here = describe_thread(threading.get_ident())
     assert here is not None
-    assert here.line.startswith("test_a_thread_describes_itself_as_another_does (test_whereabouts.py:")
+    assert here.line.startswith(
+        "test_a_callback_is_named_by_its_event_and_a_thread_describes_itself (test_whereabouts.py:"
+    )
 
 
 @section("a section of the test")

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import preload
 from tests.scenarios import Scenarios
+from tests.strategy_configs import prepare_unit
 
 preload("accel_trainer.accelerator", "tests.scenarios")
 
@@ -62,16 +63,8 @@ def own_rows(parts: int = 2) -> Tensor:
 
 
 def prepare(model: nn.Module, optimizer: Any = None, precision: str = "no", job: Any = None, **options: Any) -> Any:
-    from accel_trainer.config import resolve
-    from accel_trainer.precision import build_precision
-    from accel_trainer.runtime.process import init_process, read_environment
-    from accel_trainer.strategies.api import TrainJob
-    from accel_trainer.strategies.ddp import DDPStrategy
-
-    process = init_process(read_environment(), timeout_seconds=60)
-    explicit = {"strategy": "ddp"} | {f"ddp.{name}": value for name, value in options.items()}
-    job = TrainJob(model, [optimizer] if optimizer else [], resolve(explicit=explicit, environ={}), **(job or {}))
-    return DDPStrategy().prepare(job, build_precision(precision, process.device), process)
+    asked = {"strategy": "ddp"} | {f"ddp.{name}": value for name, value in options.items()}
+    return prepare_unit(asked, model, [optimizer] if optimizer else [], precision, **(job or {}))
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

@@ -1,19 +1,31 @@
-"""Models with parameters of unusual kinds: trained, saved and resumed under each strategy as on one process."""
+"""Models of unusual parameters and buffers: trained, saved and resumed under each strategy as on one process."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
+from tests.scenarios import refused
 from tests.strategy_configs import config_of, marked, needs_deepspeed
 
 preload("accel_trainer.accelerator")
 BATCH, STEPS = 8, 4
+COMPILED = {"strategy": "fsdp2", "compile": {"backend": "eager", "regional": False}}
+
+
+def begin(strategy: str) -> Any:
+    from accel_trainer import Accelerator
+
+    return Accelerator(cpu=True, config=COMPILED if strategy == "compiled" else config_of(strategy, BATCH // 2))
 
 
 class Scaled(nn.Sequential):
@@ -64,9 +76,7 @@ def build(kind: str) -> nn.Module:
 
 
 def train(strategy: str, kind: str, folder: str) -> dict[str, Any]:
-    from accel_trainer import Accelerator
-
-    accelerator = Accelerator(cpu=True, config=config_of(strategy, BATCH // 2))
+    accelerator = begin(strategy)
     model = build(kind)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=0.02))
@@ -116,9 +126,6 @@ def test_parameters_of_all_kinds_train_as_on_one_process(tmp_path: Any, strategy
 
 
 def refuse(strategy: str, wrong: str) -> str:
-    from accel_trainer import Accelerator
-    from accel_trainer.errors import ConfigError
-
     model = build("plain")
     if wrong == "double":
         model[0].double()
@@ -129,10 +136,8 @@ def refuse(strategy: str, wrong: str) -> str:
             "complex": torch.ones(2, dtype=torch.complex64),
         }
         model.extra = nn.Parameter(value[wrong])
-    accelerator = Accelerator(cpu=True, config=config_of(strategy, BATCH // 2))
-    with pytest.raises(ConfigError) as refused:
-        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    return str(refused.value)
+    accelerator = begin(strategy)
+    return refused(lambda: accelerator.prepare(model, torch.optim.AdamW(model.parameters())))
 
 
 @needs_deepspeed
@@ -151,3 +156,127 @@ def refuse(strategy: str, wrong: str) -> str:
 )
 def test_deepspeed_refuses_parameters_that_it_cannot_train(strategy: str, wrong: str, message: str) -> None:
     assert all(said.startswith(message) for said in run_ranks(refuse, 2, strategy, wrong))
+
+
+# --- weights whose memory is not in the order of their rows: transposed ones, and images with channels last -----------
+
+
+def build_shuffled() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 6), nn.Linear(6, 2))
+    model.to(memory_format=torch.channels_last)
+    model[2].weight = nn.Parameter(torch.randn(144, 6).mul(0.1).t())
+    assert [p.is_contiguous() for p in model.parameters()] == [False, True, False, True, True, True]
+    return model
+
+
+def train_shuffled(strategy: str) -> tuple[list[float], dict[str, Any]]:
+    accelerator = begin(strategy)
+    model = build_shuffled()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    images, losses = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)), []
+    for _ in range(3):
+        losses.append(take_update(model(images).pow(2).mean(), optimizer, accelerator).item())
+    return losses, {name: value.numpy() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("strategy", marked("ddp", "fsdp2", "zero2", "zero3"))
+def test_weights_in_another_order_train_as_on_one_process(strategy):
+    (expected, weights), *_ = run_ranks(train_shuffled, 1, "single")
+    losses, found = run_ranks(train_shuffled, 2, strategy)[0]
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert losses[2] < losses[0]
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+class Twin(nn.Module):
+    """Decodes by the transposed memory of its encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False)
+        self.decoder.weight = nn.Parameter(self.encoder.weight.detach().t())
+
+
+def refuse_twin(strategy: str) -> str:
+    model = Twin()
+    return refused(lambda: begin(strategy).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "engine"), [("fsdp2", "FSDP2"), pytest.param("zero3", "DeepSpeed", marks=needs_deepspeed)]
+)
+def test_a_transposed_view_of_another_weight_is_refused_where_it_would_part_from_it(strategy, engine):
+    message = (
+        f"decoder.weight of Twin is not contiguous, and a view of the memory of encoder.weight: {engine} would make "
+        "two parameters of them. Tie them by one Parameter object, transposed in forward "
+        "(nn.functional.linear(x, other.weight.t())), or train with strategy: ddp"
+    )
+    assert run_ranks(refuse_twin, 2, strategy) == [message] * 2
+
+
+# --- statistics of batch norms, of which each rank has its own in training --------------------------------------------
+
+HELD_OUT = torch.randn(6, 4, generator=torch.Generator().manual_seed(9))
+
+
+def build_normed() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)]
+    return nn.Sequential(*layers)
+
+
+def statistics(model: nn.Module) -> dict[str, Tensor]:
+    return {name.replace("_orig_mod.", ""): value.clone() for name, value in model.named_buffers()}
+
+
+def evaluate(model: nn.Module) -> list[float]:
+    """Return what a model makes of the same rows on all ranks."""
+    model.eval()
+    with torch.no_grad():
+        found = model(HELD_OUT)[:, 0].tolist()
+    model.train()
+    return found
+
+
+def train_normed(accelerator: Any, model: Any, optimizer: Any, seed: int) -> None:
+    for step in range(3):
+        rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed + step)) * (1 + dist.get_rank())
+        take_update(model(rows.chunk(2)[dist.get_rank()]).square().mean(), optimizer, accelerator)
+
+
+def run_normed(strategy: str, folder: str) -> dict[str, Any]:
+    accelerator = begin(strategy)
+    model = build_normed()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    inner = accelerator.unwrap_model(model)
+    train_normed(accelerator, model, optimizer, seed=0)
+    found: dict[str, Any] = {"after training": statistics(inner)}
+    accelerator.save_state(folder)
+    found["evaluated"] = [evaluate(model), evaluate(model)]
+    found["after evaluation"] = statistics(inner)
+    train_normed(accelerator, model, optimizer, seed=5)
+    found["later"] = evaluate(model)
+    accelerator.load_state(folder)
+    found["after loading"] = statistics(inner)
+    found["loaded"] = evaluate(model)
+    saved = build_normed()
+    saved.load_state_dict(accelerator.get_state_dict(model), strict=accelerator.is_main_process)
+    found["of the saved model"] = evaluate(saved)
+    return found
+
+
+@pytest.mark.parametrize("strategy", marked("ddp", "fsdp2", "compiled", "zero1", "zero2", "zero3"))
+def test_the_statistics_of_rank_0_are_evaluated_and_saved(tmp_path: Path, strategy: str) -> None:
+    first, second = run_ranks(run_normed, 2, strategy, str(tmp_path / "state"))
+    trained = first["after training"]
+    assert any(not torch.equal(value, second["after training"][name]) for name, value in trained.items())
+    for found in (first, second):
+        for when in ("after evaluation", "after loading"):
+            torch.testing.assert_close(found[when], trained, rtol=0, atol=0)
+        assert found["evaluated"] == [pytest.approx(first["of the saved model"], rel=1e-5)] * 2
+        assert found["loaded"] == pytest.approx(first["of the saved model"], rel=1e-5)
+    assert first["later"] == pytest.approx(second["later"], rel=1e-6)
+    assert first["later"] != pytest.approx(first["loaded"], rel=1e-3)

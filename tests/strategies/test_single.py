@@ -14,7 +14,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import build_precision
 from accel_trainer.runtime.process import init_process
 from accel_trainer.strategies.api import BaseStrategy, TrainJob, TrainUnit
-from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.single import NativeUnit, SingleStrategy
 from accel_trainer.tree import leaves
 
@@ -161,12 +161,9 @@ def test_a_model_on_the_meta_device_is_refused():
 # --- which optimizer -----------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_of_another_model_is_refused():
+def test_an_optimizer_that_is_not_the_models_alone_is_refused():
     with pytest.raises(ConfigError, match=r"2 of 2 parameters of the optimizer do not belong to Net; .* one prep"):
         prepare(Net(), sgd(Net()))
-
-
-def test_a_second_optimizer_of_the_same_parameters_is_refused():
     model = Net()
     unit = prepare(model, sgd(model))
     with pytest.raises(ConfigError, match=r"2 parameter\(s\) are in two optimizers, SGD and SGD, .*to one of them"):
@@ -175,18 +172,14 @@ def test_a_second_optimizer_of_the_same_parameters_is_refused():
     assert len(unit.optimizers) == 1
 
 
-def test_a_step_of_several_optimizers_wants_to_know_which():
-    model = Net()
-    unit = prepare(model)
-    for parameter in model.parameters():
-        unit.bind_optimizer(torch.optim.SGD([parameter], lr=0.1))
+def test_a_step_of_no_optimizer_or_of_several_is_refused():
+    unit = prepare(model := Net())
+    with pytest.raises(ConfigError, match=r"Net was prepared without an optimizer; pass one to prepare\(\)"):
+        unit.step()
+    for optimizer in weight_and_bias(model):
+        unit.bind_optimizer(optimizer)
     with pytest.raises(ConfigError, match=r"Net has several optimizers \(SGD, SGD\); name the one that steps"):
         unit.step()
-
-
-def test_a_step_without_an_optimizer_is_refused():
-    with pytest.raises(ConfigError, match=r"Net was prepared without an optimizer; pass one to prepare\(\)"):
-        prepare(Net()).step()
 
 
 # --- fp16's loss scale ---------------------------------------------------------------------------------------------
@@ -275,14 +268,20 @@ def weight_and_bias(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
 
 
+def of_two_optimizers(scaler: Any) -> tuple[NativeUnit, list[torch.optim.Optimizer]]:
+    """Return a unit of a model with an optimizer for its weight and one for its bias, and both."""
+    model = Net()
+    unit, optimizers = prepare(model, loss_scale=LossScale(scaler)), weight_and_bias(model)
+    for optimizer in optimizers:
+        unit.bind_optimizer(optimizer)
+    return unit, optimizers
+
+
 @pytest.mark.parametrize("clipped", [False, True])
 def test_the_scale_follows_a_window_once_all_its_optimizers_have_stepped(clipped: bool):
     scaler = Scaler("cpu", init_scale=4.0, growth_interval=1)
-    model = Net()
-    unit = prepare(model, loss_scale=LossScale(scaler))
-    weight, bias = weight_and_bias(model)
-    unit.bind_optimizer(weight)
-    unit.bind_optimizer(bias)
+    unit, (weight, bias) = of_two_optimizers(scaler)
+    model = unit.module
     bound = 0.01 if clipped else float("inf")
     scales = []
     for _ in range(2):
@@ -319,11 +318,8 @@ def test_an_overflow_skips_the_optimizer_that_it_is_in_and_lowers_the_scale_once
 def test_an_optimizer_may_step_on_every_second_window(clipped: bool):
     # The scale doubles in between, and what waits for the step doubles with it.
     scaler = Scaler("cpu", init_scale=4.0, growth_interval=1)
-    model, reference = Net(), Net()
-    unit = prepare(model, loss_scale=LossScale(scaler))
-    weight, bias = weight_and_bias(model)
-    unit.bind_optimizer(weight)
-    unit.bind_optimizer(bias)
+    unit, (weight, bias) = of_two_optimizers(scaler)
+    model, reference = unit.module, Net()
     plain_weight, plain_bias = weight_and_bias(reference)
     for window in range(4):
         reference(batch()).backward()
@@ -342,11 +338,8 @@ def test_an_optimizer_may_step_on_every_second_window(clipped: bool):
 
 def test_a_scale_that_waits_for_an_optimizer_is_updated_before_it_is_saved():
     scaler = Scaler("cpu", init_scale=4.0, growth_interval=1)
-    model = Net()
-    loss_scale = LossScale(scaler)
-    unit = prepare(model, loss_scale=loss_scale)
-    for optimizer in (optimizers := weight_and_bias(model)):
-        unit.bind_optimizer(optimizer)
+    unit, optimizers = of_two_optimizers(scaler)
+    model, loss_scale = unit.module, unit._scale
     unit.backward(unit.model(batch()))
     gradient = model.layer.bias.grad.clone()
     unit.step(optimizer=optimizers[0])

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_trainer.errors import ConfigError
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
+from tests.scenarios import refused
 from tests.strategy_configs import config_of, marked, needs_deepspeed
 
 preload("accel_trainer.accelerator")
@@ -45,16 +46,12 @@ def adversaries(strategy: str, in_windows: bool) -> list[float]:
         rows = own_rows(accelerator, step)
         with accelerator.accumulate(judge) if in_windows else nullcontext():
             loss = judge(generator(rows).detach()).square().mean() + (judge(rows[:, :1]) - 1).square().mean()
-            accelerator.backward(loss)
-            optimizers[1].step()
-            optimizers[1].zero_grad()
+            take_update(loss, optimizers[1], accelerator)
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
         accelerator.unwrap_model(judge).requires_grad_(False)
         with accelerator.accumulate(generator) if in_windows else nullcontext():
             loss = (judge(generator(rows)) - 1).square().mean()
-            accelerator.backward(loss)
-            optimizers[0].step()
-            optimizers[0].zero_grad()
+            take_update(loss, optimizers[0], accelerator)
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
         accelerator.unwrap_model(judge).requires_grad_(True)
     return losses
@@ -77,9 +74,7 @@ def two_losses_of_one_forward(strategy: str) -> list[float]:
         first, second = output.square().mean(), (output - 1).abs().mean()
         accelerator.backward(first, retain_graph=True)
         accelerator.backward(torch.ones((), requires_grad=True) * 2)  # of no parameter
-        accelerator.backward(second)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(second, optimizer, accelerator)
         losses.append(accelerator.reduce((first + second).detach(), "mean").item())
         if step:
             model(own_rows(accelerator, step)).sum().item()  # a forward without a backward between
@@ -97,9 +92,7 @@ def refusal(strategy: str, loop: Callable[[Any, Any, Any], None]) -> str:
     model[0].requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained))
-    with pytest.raises(ConfigError) as refused:
-        loop(accelerator, model, optimizer)
-    return str(refused.value)
+    return refused(lambda: loop(accelerator, model, optimizer))
 
 
 def unfreeze(accelerator: Any, model: Any, optimizer: Any) -> None:

@@ -168,12 +168,18 @@ def test_an_attempt_begins_where_the_first_one_began(tmp_path, options: dict[str
     check_same_run(found, at_once(str(tmp_path / "reference"), "single", **options))
 
 
+@pytest.fixture(scope="module")
+def at_once_on_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_ranks(at_once, 2, str(tmp_path_factory.mktemp("reference")), "ddp", timeout=60)
+
+
 @pytest.mark.parametrize("where", ["forward", "before the optimizer", "in the optimizer"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_out_of_memory_takes_the_others_along_to_the_next_size(tmp_path, where: str, rank: int):
-    found = run_ranks(search, 2, str(tmp_path / "found"), "ddp", where, rank, timeout=60)
-    reference = run_ranks(at_once, 2, str(tmp_path / "reference"), "ddp", timeout=60)
-    for own, expected in zip(found, reference, strict=True):
+def test_one_rank_out_of_memory_takes_the_others_along_to_the_next_size(
+    tmp_path, at_once_on_two, where: str, rank: int
+):
+    found = run_ranks(search, 2, str(tmp_path), "ddp", where, rank, timeout=60)
+    for own, expected in zip(found, at_once_on_two, strict=True):
         check_same_run(own, expected)
 
 

@@ -14,17 +14,32 @@ from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer
 
 
-def test_empty_training_set(tmp_path):
-    with pytest.raises(ConfigError, match=r"train_dataset is empty .*0 samples.*check its path, split and filters"):
-        build_trainer(tmp_path, samples=0)
-
-
-def test_empty_training_set_given_later(tmp_path):
-    trainer = build_trainer(tmp_path)
+def give_empty_later(trainer: Trainer) -> None:
     trainer.train_dataset = TokenDataset(0)
+    trainer.train()
 
-    with pytest.raises(ConfigError, match=r"train_dataset is empty"):
-        trainer.train()
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda folder: build_trainer(folder, samples=0), r"train_dataset is empty .*0 samples.*check its path, split"),
+        (lambda folder: give_empty_later(build_trainer(folder)), "train_dataset is empty"),
+        (lambda folder: build_trainer(folder, eval_samples=0), "eval_dataset is empty"),
+        (
+            lambda folder: Trainer(
+                build_model(), arguments(folder), train_dataset=TokenDataset(4),
+                eval_dataset={"long": TokenDataset(3), "short": TokenDataset(0)},
+            ),
+            r"eval_dataset\['short'\] is empty",
+        ),
+        (lambda folder: build_trainer(folder).evaluate(TokenDataset(0)), "eval_dataset is empty"),
+        (lambda folder: build_trainer(folder).predict(TokenDataset(0)), "test_dataset is empty"),
+    ],
+    ids=["training set", "training set given later", "evaluation set", "one of several", "to evaluate", "to predict"],
+)  # fmt: skip
+def test_an_empty_dataset_is_named(tmp_path, use: Any, message: str):
+    with pytest.raises(ConfigError, match=message):
+        use(tmp_path)
 
 
 def test_a_schedule_of_batches(tmp_path, monkeypatch):
@@ -32,30 +47,6 @@ def test_a_schedule_of_batches(tmp_path, monkeypatch):
 
     with pytest.raises(ConfigError, match=r"scheduler_steps=per_process .*the Trainer sizes its own in updates; leave"):
         build_trainer(tmp_path)
-
-
-def test_empty_evaluation_set(tmp_path):
-    with pytest.raises(ConfigError, match=r"eval_dataset is empty"):
-        build_trainer(tmp_path, eval_samples=0)
-
-
-def test_one_empty_evaluation_set_of_several(tmp_path):
-    with pytest.raises(ConfigError, match=r"eval_dataset\['short'\] is empty"):
-        Trainer(
-            build_model(),
-            arguments(tmp_path),
-            train_dataset=TokenDataset(4),
-            eval_dataset={"long": TokenDataset(3), "short": TokenDataset(0)},
-        )
-
-
-def test_empty_set_to_evaluate_or_predict(tmp_path):
-    trainer = build_trainer(tmp_path)
-
-    with pytest.raises(ConfigError, match=r"eval_dataset is empty"):
-        trainer.evaluate(TokenDataset(0))
-    with pytest.raises(ConfigError, match=r"test_dataset is empty"):
-        trainer.predict(TokenDataset(0))
 
 
 @pytest.mark.parametrize("model", [42, {"weights": 1}, build_model])
@@ -106,9 +97,16 @@ def test_counts_below_one(tmp_path, name, value):
         arguments(tmp_path, **{name: value})
 
 
-def test_fp16_on_the_cpu(tmp_path):
-    with pytest.raises(ConfigError, match=r"fp16 was asked for on the CPU.*use 'bf16' or 'no'"):
-        build_trainer(tmp_path, fp16=True)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fp16": True}, r"fp16 was asked for on the CPU.*use 'bf16' or 'no'"),
+        ({"strategy": "fsdp"}, r"needs at least 2 processes and this job has 1.*accel-trainer launch --num_proc"),
+    ],
+)
+def test_fp16_on_the_cpu_and_shards_of_one_process(tmp_path, options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        build_trainer(tmp_path, **options)
 
 
 def test_bf16_where_the_device_has_none(tmp_path, monkeypatch):
@@ -118,13 +116,6 @@ def test_bf16_where_the_device_has_none(tmp_path, monkeypatch):
 
     with pytest.raises(ConfigError, match=r"bf16 was asked for and cpu does not support it"):
         build_trainer(tmp_path, bf16=True)
-
-
-def test_fsdp_with_one_process(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"needs at least 2 processes and this job has 1.*accel-trainer launch --num_proc"
-    ):
-        build_trainer(tmp_path, strategy="fsdp")
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

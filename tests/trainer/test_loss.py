@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.nn import functional
 
 from accel_trainer.data.plan import permutation
@@ -19,8 +20,7 @@ from tests.trainer.test_training import GLOBAL_BATCH, assert_same_run, plain_loo
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, on_ranks, strategy_arguments, train
 
 
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("accumulation", "bf16"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("model", ["llama", "gpt2", "bert", "t5"])
 def test_thirty_updates_give_the_losses_of_a_loop_written_by_hand(tmp_path, model, accumulation, bf16):
     run = train(
@@ -164,9 +164,14 @@ def losses_of(output_dir: str, names: list[str], strategy: str = "single", **cha
     for name in names:
         trainer = build(output_dir, name, **strategy_arguments(strategy), **changes)
         trainer.train()
-        history = trainer.state.log_history
-        found[name] = [[entry[key] for entry in history if key in entry] for key in ("loss", "grad_norm")]
+        found[name] = means_of(trainer)
     return found
+
+
+def means_of(trainer: Trainer) -> list[list[float]]:
+    """Return the losses and the gradient norms of a run."""
+    history = trainer.state.log_history
+    return [[entry[key] for entry in history if key in entry] for key in ("loss", "grad_norm")]
 
 
 def assert_same_means(found: list[list[float]], reference: list[list[float]], name: str) -> None:
@@ -182,10 +187,17 @@ def references(tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_an_update_in_micro_batches_has_the_mean_of_one_batch(tmp_path, references, name):
-    found = losses_of(str(tmp_path), [name], per_device_train_batch_size=4, gradient_accumulation_steps=3)
+def test_an_update_in_micro_batches_has_the_mean_of_one_batch_by_the_kind_that_is_found(tmp_path, references, name):
+    trainer = build(str(tmp_path), name, per_device_train_batch_size=4, gradient_accumulation_steps=3)
+    accepted, function, smoother = trainer.model_accepts_loss_kwargs, trainer.compute_loss_func, trainer.label_smoother
 
-    assert_same_means(found[name], references[name], name)
+    trainer.train()
+
+    assert_same_means(means_of(trainer), references[name], name)
+    assert trainer._loss_normalization.kind is LOSSES[name][-1]
+    assert trainer.model_accepts_loss_kwargs is (accepted and LOSSES[name][-1] is BY_ITEMS)
+    assert trainer.compute_loss_func is function
+    assert trainer.label_smoother is smoother
 
 
 @pytest.mark.multirank
@@ -197,19 +209,6 @@ def test_an_update_on_two_ranks_has_the_mean_of_one_batch(tmp_path, references, 
 
     for name, reference in references.items():
         assert_same_means(found[name], reference, name)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_kind_of_a_loss_is_found(tmp_path, name):
-    trainer = build(str(tmp_path), name, gradient_accumulation_steps=2, max_steps=1)
-    accepted, function, smoother = trainer.model_accepts_loss_kwargs, trainer.compute_loss_func, trainer.label_smoother
-
-    trainer.train()
-
-    assert trainer._loss_normalization.kind is LOSSES[name][-1]
-    assert trainer.model_accepts_loss_kwargs is (accepted and LOSSES[name][-1] is BY_ITEMS)
-    assert trainer.compute_loss_func is function
-    assert trainer.label_smoother is smoother
 
 
 def mixture() -> Any:
@@ -257,7 +256,7 @@ def train_mixture(output_dir: str, strategy: str, accumulation: int) -> list[lis
     )  # fmt: skip
     trainer = Trainer(mixture(), args, train_dataset=rows_for_a_mixture()[0])
     trainer.train()
-    return [[entry[key] for entry in trainer.state.log_history if key in entry] for key in ("loss", "grad_norm")]
+    return means_of(trainer)
 
 
 @pytest.mark.multirank
@@ -353,23 +352,15 @@ def test_a_second_train_finds_the_kind_anew(tmp_path):
 
 def masked_eval_loss(output_dir: str, strategy: str, batch_size: int) -> float:
     """Evaluate a masked language model, whose loss is its own mean over the masked tokens, after one update."""
-    import transformers
-
-    from accel_trainer.trainer import Trainer
-    from tests.trainer_jobs import TokenDataset, arguments, strategy_arguments
-
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     args = arguments(
-        output_dir,
-        max_steps=1,
-        learning_rate=0.0,
-        per_device_eval_batch_size=batch_size,
+        output_dir, max_steps=1, learning_rate=0.0, per_device_eval_batch_size=batch_size,
         **strategy_arguments(strategy),
-    )
+    )  # fmt: skip
     data = TokenDataset(11, kind="lm", uneven=True)
     trainer = Trainer(transformers.BertForMaskedLM(config), args, train_dataset=data, eval_dataset=data)
     trainer.train()

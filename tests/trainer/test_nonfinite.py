@@ -118,13 +118,8 @@ class PoisonedRun:
     def __init__(
         self, folder: str, strategy: str, poisoned: range, rank: int = 0, resume_from: Any = None, **options: Any
     ) -> None:
-        given = {
-            "save_strategy": "steps",
-            "save_steps": 2,
-            "on_nonfinite": "rollback",
-            "adam_epsilon": EPSILON,
-            **options,
-        }
+        given = {"save_strategy": "steps", "save_steps": 2, "on_nonfinite": "rollback", "adam_epsilon": EPSILON}
+        given |= options
         trainer = build_trainer(folder, strategy=strategy, **given)
         self.trainer, self.updates = trainer, []
         compute_loss, process = trainer.compute_loss, trainer.accelerator.process

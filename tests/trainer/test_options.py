@@ -12,7 +12,7 @@ import transformers
 from accel_trainer.errors import ConfigError
 from accel_trainer.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, summary, weights_of
+from tests.trainer_jobs import Hearing, TokenDataset, arguments, build_model, build_trainer, summary, weights_of
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for the runs that all look at
 
@@ -26,14 +26,9 @@ def run(output_dir: str, strategy: str, name: str, **changes: Any) -> dict[str, 
     options = {"compute_loss_func": summed_loss} if name == "loss_function" else {}
     ranks = 1 if strategy == "single" else 2
     trainer = build_trainer(
-        output_dir,
-        strategy=strategy,
-        uneven=True,
-        options=options,
-        per_device_train_batch_size=4 // ranks,
-        gradient_accumulation_steps=2,
-        **changes,
-    )
+        output_dir, strategy=strategy, uneven=True, options=options, per_device_train_batch_size=4 // ranks,
+        gradient_accumulation_steps=2, **changes,
+    )  # fmt: skip
     trainer.train()
     return summary(trainer)
 
@@ -151,11 +146,7 @@ def test_num_steps_of_the_accelerator_config_are_the_accumulation_steps(tmp_path
     assert trainer.args.gradient_accumulation_steps == 4
     assert trainer.accelerator.gradient_accumulation_steps == 1
     with pytest.raises(ConfigError, match=r"`num_steps` is set but `gradient_accumulation_steps` is greater .*4 and 2"):
-        build_trainer(
-            tmp_path,
-            gradient_accumulation_steps=2,
-            accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 4}},
-        )
+        build_trainer(tmp_path, gradient_accumulation_steps=2, accelerator_config=trainer.args.accelerator_config)
 
 
 def test_arguments_for_accelerate_are_not_built(tmp_path):
@@ -196,20 +187,14 @@ def test_a_model_function_is_called_for_each_train(tmp_path):
 def test_callbacks_are_called_in_upstreams_order(tmp_path):
     events: list[str] = []
 
-    class Recorder(transformers.TrainerCallback):
-        pass
+    class Recorder(Hearing):
+        def hear(self, event: str, *args: Any, **kwargs: Any) -> None:
+            events.append(event)
 
-    for name in [event for event in dir(transformers.TrainerCallback) if event.startswith("on_")]:
-        setattr(Recorder, name, lambda self, *args, name=name, **kwargs: events.append(name))
     trainer = build_trainer(
-        tmp_path,
-        samples=16,
-        gradient_accumulation_steps=2,
-        eval_samples=2,
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        options={"callbacks": [Recorder]},
-    )
+        tmp_path, samples=16, gradient_accumulation_steps=2, eval_samples=2, eval_strategy="epoch",
+        save_strategy="epoch", options={"callbacks": [Recorder]},
+    )  # fmt: skip
     trainer.train()
 
     step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log"]
@@ -236,3 +221,65 @@ def test_the_collator_pads_to_the_multiple_that_is_asked_for(tmp_path: Any) -> N
     given.pad_to_multiple_of = 8
     with pytest.raises(ConfigError, match="cannot be asked of Padding, which pads to a multiple of 8"):
         Trainer(model=build_model(), args=args, data_collator=given, train_dataset=TokenDataset(4))
+
+
+# --- a model given by its path is sharded without values where memory is spared, and trains as otherwise ---
+
+
+def train_from_path(folder: str, kind: str, spare: bool, first: str) -> dict[str, Any]:
+    options = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"cpu_ram_efficient_loading": spare}}
+    data = {"kind": "class" if kind == "bert" else "lm"}
+    trainer = Trainer(
+        f"{folder}/model",
+        arguments(f"{folder}/out", **options),
+        train_dataset=TokenDataset(16, **data),
+        eval_dataset=TokenDataset(6, seed=1, **data),
+    )
+    found: dict[str, Any] = {"is_empty": all(p.is_meta for p in trainer.model.parameters())}
+    found["metrics"] = trainer.evaluate()["eval_loss"] if first == "evaluate" else None
+    trainer.train()
+    return {**found, **summary(trainer)}
+
+
+KINDS = [("llama", "train"), ("gpt2", "evaluate"), ("bert", "train")]
+
+
+def models_on_two(folder: str) -> dict[Any, Any]:
+    """Each kind of model, without values at first and with; and one that `from_pretrained` has to load."""
+    found: dict[Any, Any] = {
+        (kind, spare): train_from_path(f"{folder}/{kind}", kind, spare, first)
+        for kind, first in KINDS
+        for spare in (True, False)
+    }
+    options = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"cpu_ram_efficient_loading": True}}
+    trainer = Trainer(f"{folder}/renamed", arguments(f"{folder}/out", **options), train_dataset=TokenDataset(4))
+    found["renamed"] = any(p.is_meta for p in trainer.model.parameters())
+    return found
+
+
+@pytest.fixture(scope="module")
+def laid_out(tmp_path_factory) -> list[dict[Any, Any]]:
+    folder = tmp_path_factory.mktemp("models")
+    for kind, _ in KINDS:
+        build_model(kind, seed=3).save_pretrained(folder / kind / "model")
+    model = build_model("llama")
+    model.model.save_pretrained(folder / "renamed")  # without the prefix that the whole model's names have
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.save_pretrained(folder / "renamed")
+    return run_ranks(models_on_two, 2, str(folder), timeout=100)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("kind", "first"), KINDS)
+def test_an_empty_model_trains_as_a_loaded_one(laid_out, kind: str, first: str):
+    spared, loaded = laid_out[0][kind, True], laid_out[0][kind, False]
+    assert (spared["is_empty"], loaded["is_empty"]) == (True, False)
+    assert spared["metrics"] == pytest.approx(loaded["metrics"]) if first == "evaluate" else spared["metrics"] is None
+    assert spared["losses"] == pytest.approx(loaded["losses"], abs=1e-6)
+    for name, weight in loaded["weights"].items():
+        assert torch.allclose(torch.from_numpy(spared["weights"][name]), torch.from_numpy(weight), atol=1e-6), name
+
+
+@pytest.mark.multirank
+def test_files_that_from_pretrained_has_to_rename_are_loaded_by_it(laid_out):
+    assert [found["renamed"] for found in laid_out] == [False, False]

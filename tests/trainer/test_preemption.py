@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from accel_trainer.runtime import preemption
 from accel_trainer.runtime.process import init_process, read_environment
 from tests.ranks import RankFailure, run_ranks
 from tests.scenarios import Scenarios
-from tests.trainer_jobs import build_trainer
+from tests.trainer_jobs import Hearing, build_trainer
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for the runs that all look at
 
@@ -29,7 +28,13 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Signals(TrainerCallback):
+PLACE_OF = {
+    "on_substep_end": "micro-batch", "on_step_end": "update", "on_prediction_step": "evaluation", "on_save": "save",
+    "on_epoch_end": "epoch",
+}  # fmt: skip
+
+
+class Signals(Hearing):
     """Sends this process a signal at a place of the run."""
 
     def __init__(
@@ -37,27 +42,12 @@ class Signals(TrainerCallback):
     ) -> None:
         self.place, self.left, self.number, self.delay, self.to_group = place, count, number, delay, to_group
 
-    def _at(self, place: str) -> None:
-        if place == self.place:
+    def hear(self, event: str, *args: Any, **kwargs: Any) -> None:
+        if PLACE_OF.get(event) == self.place:
             self.left -= 1
             if self.left == 0:
                 time.sleep(self.delay)
                 os.kill(0 if self.to_group else os.getpid(), self.number)
-
-    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-        self._at("micro-batch")
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._at("update")
-
-    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
-        self._at("evaluation")
-
-    def on_save(self, *args: Any, **kwargs: Any) -> None:
-        self._at("save")
-
-    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._at("epoch")
 
 
 def run(folder: str, *callbacks: Any, resume: bool = False, **changes: Any) -> dict[str, Any]:

@@ -6,14 +6,14 @@ import re
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
 
 from accel_trainer.errors import RemoteRankError
 from accel_trainer.runtime import rank_watch
 from accel_trainer.runtime.process import find_rank
+from tests.fault_injection import injected
 from tests.fault_matrix import build_tests
 from tests.ranks import RankFailure, run_ranks
-from tests.trainer_jobs import build_trainer
+from tests.trainer_jobs import Hearing, build_trainer
 
 
 def fail_at(place: str, wanted: str) -> None:
@@ -21,23 +21,14 @@ def fail_at(place: str, wanted: str) -> None:
         raise ValueError(f"no {place}")
 
 
-class Failing(TrainerCallback):
+class Failing(Hearing):
     """Fails on rank 1 in one event."""
 
     def __init__(self, event: str) -> None:
         self.event = event
 
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        fail_at("on_log", self.event)
-
-    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        fail_at("on_evaluate", self.event)
-
-    def on_save(self, *args: Any, **kwargs: Any) -> None:
-        fail_at("on_save", self.event)
-
-    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        fail_at("on_epoch_end", self.event)
+    def hear(self, event: str, *args: Any, **kwargs: Any) -> None:
+        fail_at(event, self.event)
 
 
 def build(directory: str, strategy: str, place: str) -> Any:
@@ -104,3 +95,66 @@ def test_where_the_ranks_can_vote_the_group_lives_on(tmp_path, strategy: str):
         assert name == "RemoteRankError"
         assert message.startswith(f"rank 1 failed in {place}: ValueError: {error}. This rank (0) stopped with it")
         assert own == ("ValueError", error, loss)
+
+
+# --- faults strike at the points of training and evaluation ---
+
+
+def recorded(output_dir: Any, seen: list[str]) -> None:
+    """Train two updates and evaluate two batches; say what was done."""
+
+    class Steps(Hearing):
+        def hear(self, event: str, *args: Any, **kwargs: Any) -> None:
+            if event == "on_optimizer_step":
+                seen.append("step")
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append("metrics")
+        return {}
+
+    trainer = build_trainer(
+        output_dir, samples=8, eval_samples=4, per_device_eval_batch_size=2, eval_strategy="epoch",
+        options={"callbacks": [Steps], "compute_metrics": metrics},
+    )  # fmt: skip
+    read = trainer.get_batch_samples
+
+    def get_batch_samples(*args: Any) -> Any:
+        samples = read(*args)
+        seen.append("batch")
+        return samples
+
+    trainer.get_batch_samples = get_batch_samples
+    trainer.model.register_forward_hook(lambda model, *_: seen.append("forward" if model.training else "prediction"))
+    trainer.model.lm_head.weight.register_post_accumulate_grad_hook(lambda _: seen.append("backward"))
+    trainer.train()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> list[str]:
+    """What a run without faults does."""
+    seen: list[str] = []
+    recorded(tmp_path_factory.mktemp("whole"), seen)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("point", "missing"),
+    [
+        ("data.next", "batch"),
+        ("train.forward", "forward"),
+        ("train.backward", "backward"),
+        ("train.opt", "step"),
+        ("eval.batch", "prediction"),
+        ("eval.gather", "metrics"),
+    ],
+)
+def test_a_fault_strikes_a_trainer_at_its_point(tmp_path, whole, point: str, missing: str):
+    seen: list[str] = []
+
+    with injected(f"raise@{point}:step=1"), pytest.raises(RuntimeError, match=rf"fault injected at {point}"):
+        recorded(tmp_path, seen)
+
+    # The second time; predictions are gathered first, and labels next, before the metrics.
+    assert seen == whole[: len(seen)]
+    assert whole[len(seen)] == missing
+    assert seen.count(missing) == (0 if point == "eval.gather" else 1)

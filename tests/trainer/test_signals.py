@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from tests.ranks import RankFailure, preload, run_ranks
 from tests.strategy_configs import HAS_DEEPSPEED, needs_deepspeed
-from tests.trainer_jobs import build_trainer
+from tests.trainer_jobs import Hearing, build_trainer
 
 if HAS_DEEPSPEED:
     preload("deepspeed")
@@ -43,71 +44,37 @@ LATER: dict[tuple[str, int], tuple[str, int]] = {
 }
 
 
-class Decider(TrainerCallback):
-    """Sets a flag at an event after an update, on one rank or on all."""
+ACTS = {
+    "on_log": "log", "on_evaluate": "evaluate", "on_save": "save", "on_epoch_end": "epoch", "on_train_end": "end",
+}  # fmt: skip
+
+
+class Decider(Hearing):
+    """Sets a flag at an event after an update, on one rank or on all, and notes what the run did after which update."""
 
     def __init__(self, decision: Decision, rank: int | None, value: bool = True) -> None:
         self.decision, self.rank, self.value = decision, rank, value
+        self.acts: list[tuple[str, int]] = []
 
-    def decide(self, event: str, args: Any, state: Any, control: Any) -> None:
+    def hear(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if event == "on_log" and "loss" not in kwargs["logs"]:
+            return
+        if event in ACTS:
+            self.acts.append((ACTS[event], state.global_step))
         own_event, step, flag = self.decision
         if (event, state.global_step) == (own_event, step) and self.rank in (None, args.process_index):
             setattr(control, flag, self.value)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.decide("on_substep_end", args, state, control)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.decide("on_step_end", args, state, control)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.decide("on_log", args, state, control)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.decide("on_evaluate", args, state, control)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.decide("on_save", args, state, control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.decide("on_epoch_end", args, state, control)
-
-
-class Recorder(TrainerCallback):
-    """Notes what the run did, and after which update."""
-
-    def __init__(self) -> None:
-        self.acts: list[tuple[str, int]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.acts.append(("log", state.global_step))
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.acts.append(("evaluate", state.global_step))
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.acts.append(("save", state.global_step))
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.acts.append(("epoch", state.global_step))
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.acts.append(("end", state.global_step))
-
 
 def acts_of(folder: str, decider: Decider, global_batch: int = 8, **options: Any) -> list[tuple[str, int]]:
     """Train, and return what the run did."""
-    recorder = Recorder()
     run = {**RUN, "save_total_limit": 1, **options}
     accumulation = run.get("gradient_accumulation_steps", 1)
     trainer = build_trainer(folder, samples=5 * global_batch * accumulation, **run)
     trainer.args.per_device_train_batch_size = trainer._train_batch_size = global_batch // trainer.args.world_size
     trainer.add_callback(decider)
-    trainer.add_callback(recorder)
     trainer.train()
-    return recorder.acts
+    return decider.acts
 
 
 def decide_on_ranks(
@@ -117,51 +84,55 @@ def decide_on_ranks(
     return [acts_of(folder, Decider(decision, rank, value), **options) for decision in decisions]
 
 
-@functools.cache
-def alone(folder: Path, decision: Decision) -> list[tuple[str, int]]:
-    return acts_of(str(folder / "alone"), Decider(decision, None))
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Decision], list[tuple[str, int]]]:
+    """What one process does with a decision; each runs once."""
+    folder = str(tmp_path_factory.mktemp("alone"))
+    return functools.cache(lambda decision: acts_of(folder, Decider(decision, None)))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("event", "step"), LATER)
-def test_a_flag_of_one_rank_is_acted_on_by_all_at_one_boundary(tmp_path, strategy: str, event: str, step: int):
+# The flags are the same whatever shards the model: under FSDP2 and an engine at one boundary alone.
+@pytest.mark.parametrize(
+    ("strategy", "event", "step"), [*(("ddp", *boundary) for boundary in LATER), ("fsdp", "on_step_end", 2)]
+)
+def test_a_flag_of_one_rank_is_acted_on_by_all_at_one_boundary(tmp_path, alone, strategy: str, event: str, step: int):
     decisions = [(event, step, flag) for flag in FLAGS]
     main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, 1, strategy=strategy, timeout=60)
 
     assert main == other
-    expected = [alone(tmp_path, (*LATER[event, step], flag)) for flag in FLAGS]
+    expected = [alone((*LATER[event, step], flag)) for flag in FLAGS]
     if event == "on_log":
-        expected[-1] = alone(tmp_path, (event, step, "should_log"))  # a log that a log asks for is never written
+        expected[-1] = alone((event, step, "should_log"))  # a log that a log asks for is never written
     assert main == expected
 
 
-def test_a_flag_of_all_ranks_is_acted_on_where_one_process_would(tmp_path):
+def test_a_flag_of_all_ranks_is_acted_on_where_one_process_would(tmp_path, alone):
     decisions = [(event, step, flag) for event, step in LATER for flag in FLAGS[:3]]
     main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, None, strategy="ddp", timeout=60)
-    assert main == other == [alone(tmp_path, decision) for decision in decisions]
+    assert main == other == [alone(decision) for decision in decisions]
 
 
 @needs_deepspeed
-def test_under_an_engine_too(tmp_path):
+def test_under_an_engine_too(tmp_path, alone):
     decisions = [("on_step_end", 2, flag) for flag in FLAGS]
     options: dict[str, Any] = {"deepspeed": ZERO_2, "timeout": 60}
     main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, 1, **options)
-    assert main == other == [alone(tmp_path, ("on_step_end", 3, flag)) for flag in FLAGS]
+    assert main == other == [alone(("on_step_end", 3, flag)) for flag in FLAGS]
 
 
-def test_a_stop_within_an_update_of_one_rank_waits_for_the_end_of_the_update(tmp_path):
+def test_a_stop_within_an_update_of_one_rank_waits_for_the_end_of_the_update(tmp_path, alone):
     decisions = [("on_substep_end", 2, flag) for flag in FLAGS[:2]]
     options: dict[str, Any] = {"strategy": "ddp", "gradient_accumulation_steps": 3, "timeout": 60}
     main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, 1, **options)
-    assert main == other == [alone(tmp_path, ("on_step_end", 3, flag)) for flag in FLAGS[:2]]
+    assert main == other == [alone(("on_step_end", 3, flag)) for flag in FLAGS[:2]]
     main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, None, **options)
     assert main == other == [[("epoch", 2), ("end", 2)], [("epoch", 2), *main[1][1:]]]
 
 
-def test_what_one_rank_clears_and_the_arguments_ask_for_is_done(tmp_path):
+def test_what_one_rank_clears_and_the_arguments_ask_for_is_done(tmp_path, alone):
     decisions = [("on_step_end", 6, "should_save"), ("on_step_end", 4, "should_log")]
     main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, 1, value=False, strategy="ddp", timeout=60)
-    assert main == other == [alone(tmp_path, ("on_step_end", 99, "should_save"))] * 2
+    assert main == other == [alone(("on_step_end", 99, "should_save"))] * 2
     main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, None, value=False, strategy="ddp", timeout=60)
     assert [("save", 6) in acts for acts in main] == [("log", 4) not in acts for acts in main] == [False, True]
 
@@ -177,7 +148,7 @@ def wish_always(folder: str) -> list[tuple[str, int]]:
                 control.should_evaluate = state.global_step > 3
                 control.should_training_stop = state.global_step > 8
 
-    recorder = Recorder()
+    recorder = Decider(("nothing", 0, ""), None)
     trainer = build_trainer(folder, samples=120, num_train_epochs=2, options={"callbacks": [Restless(), recorder]})
     trainer.train()
     return recorder.acts
@@ -205,17 +176,22 @@ def test_ranks_that_would_log_at_different_updates_are_refused(tmp_path):
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
+def listen() -> list[str]:
+    """Return the list to which what this process logs about metrics is added."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel_trainer.trainer.signals").addHandler(handler)
+    return said
+
+
 def train_by_metrics(folder: str, values: list[list[float]], strategy: str) -> dict[str, Any]:
     """Train with metrics that differ by rank; return what was decided on them, and what was said.
 
     Args:
         values: by rank, the metric of each evaluation.
     """
-    rank = int(os.environ["RANK"])
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accel_trainer.trainer.signals").addHandler(handler)
+    rank, said = int(os.environ["RANK"]), listen()
     evaluations = iter(values[rank])
     trainer = build_trainer(
         folder, strategy=strategy, samples=48, eval_samples=4, eval_strategy="steps", eval_steps=1,
@@ -259,11 +235,7 @@ def test_metrics_that_are_computed_on_rank_0_alone_reach_all(tmp_path):
 
 
 def metrics_of_rank_0(folder: str) -> dict[str, Any]:
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record)  # type: ignore[method-assign]
-    logging.getLogger("accel_trainer.trainer.signals").addHandler(handler)
-    rank = int(os.environ["RANK"])
+    rank, said = int(os.environ["RANK"]), listen()
     metrics = (lambda prediction: {}) if rank else (lambda prediction: {"score": 0.5, "bad": float("nan")})
     trainer = build_trainer(folder, options={"compute_metrics": metrics})
-    return {**trainer.evaluate(), "said": len(lines)}
+    return {**trainer.evaluate(), "said": len(said)}

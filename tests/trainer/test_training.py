@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib.util
 import random
+import sys
+from collections import Counter
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import default_data_collator, set_seed
 
 from accel_trainer.data.plan import permutation
+from accel_trainer.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.trainer_jobs import TokenDataset, build_model, build_trainer, summary, train
+from tests.trainer_jobs import Hearing, TokenDataset, arguments, build_model, build_trainer, summary, train
 
 GLOBAL_BATCH = 8
 pytestmark = [
@@ -94,7 +102,7 @@ def test_dropout_draws_the_same_masks_as_the_plain_loop(tmp_path):
 
 def run_on_two(folder: str) -> dict[Any, Any]:
     """What all tests look at that needs two ranks."""
-    found: dict[Any, Any] = {"uneven": uneven_run(folder, "ddp")}
+    found: dict[Any, Any] = {"uneven": uneven_run(folder, "ddp"), "skipping": train_skipping(folder)}
     for strategy in ("ddp", "fsdp", "fsdp_sharded"):
         for model in ("llama", "gpt2"):
             found[strategy, model] = train(
@@ -233,23 +241,6 @@ def test_frozen_parameters_stay_as_they_are(tmp_path):
     assert torch.equal(trainer.model.model.embed_tokens.weight, before)
 
 
-def test_nan_losses_are_left_out_of_the_log_where_they_are_filtered(tmp_path):
-    trainer = build_trainer(
-        tmp_path, samples=16, logging_steps=2, max_grad_norm=0.0, learning_rate=0.0, logging_nan_inf_filter=True,
-        on_nonfinite="warn",
-    )  # fmt: skip
-    original = trainer.compute_loss
-
-    def sometimes_nan(*args: Any, **kwargs: Any) -> Any:
-        loss = original(*args, **kwargs)
-        return loss * float("nan") if trainer.state.global_step == 1 else loss
-
-    trainer.compute_loss = sometimes_nan
-    trainer.train()
-
-    assert all(np.isfinite(summary(trainer)["losses"]))
-
-
 def test_random_state_of_the_caller_is_seeded_as_upstream(tmp_path):
     build_trainer(tmp_path, seed=7)
     drawn = random.random()
@@ -266,3 +257,282 @@ def test_a_train_that_failed_leaves_no_noise_behind(tmp_path):
         fail_before_backward(trainer)
         assert not embeddings._forward_hooks
         assert not trainer.is_in_train
+
+
+# --- layers that get no gradient in some updates: LayerDrop, experts without tokens ---
+
+NUM_SKIPPING = 4
+
+
+class Skipping(nn.Module):
+    """Two layers, the second of which is left out where `skips` says so."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.rank, self.calls = rank, 0
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the loss."""
+        hidden = self.first(x)
+        if not skips(self.rank, self.calls):
+            hidden = hidden + self.second(hidden)
+        self.calls += 1
+        return {"loss": (hidden**2).mean()}
+
+
+def skips(rank: int, call: int) -> bool:
+    """Every parameter is used in the first update; then rank 1 leaves the layer out, at last both do."""
+    return call > 0 and (rank == 1 or call == NUM_SKIPPING - 1)
+
+
+def flat_weights(model: Any) -> list[list[float]]:
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def train_skipping(folder: str) -> list[list[float]]:
+    """Train on this rank; the Trainer decides whether DDP looks for unused parameters."""
+    args = arguments(
+        folder, max_steps=NUM_SKIPPING, per_device_train_batch_size=1, learning_rate=0.1, max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    model = Skipping(args.process_index)
+    Trainer(model, args, train_dataset=[{"x": torch.ones(2)}] * (2 * NUM_SKIPPING)).train()
+    return flat_weights(model)
+
+
+def train_alone() -> list[list[float]]:
+    """Plain PyTorch: the mean of the two ranks' losses."""
+    model = Skipping(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+    for step in range(NUM_SKIPPING):
+        loss = torch.zeros(())
+        for rank in range(2):
+            model.rank, model.calls = rank, step
+            loss = loss + model(torch.ones(1, 2))["loss"] / 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return flat_weights(model)
+
+
+@pytest.mark.multirank
+def test_a_layer_that_later_updates_leave_out_neither_hangs_nor_gets_a_gradient(on_two):
+    """A first backward that uses every parameter says nothing about the next one: DDP goes on looking."""
+    for found in on_two:
+        assert found["skipping"] == [pytest.approx(values, abs=1e-6) for values in train_alone()]
+
+
+# --- the stock Trainer, where accelerate is installed: the same losses, and both work in one process ---
+
+HAS_ACCELERATE = importlib.util.find_spec("accelerate") is not None
+needs_accelerate = pytest.mark.skipif(not HAS_ACCELERATE, reason="Hugging Face accelerate is not installed")
+
+PARITY_RUN: dict[str, Any] = {
+    "num_train_epochs": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "samples": 26,
+    "dropout": 0.1, "accelerator_config": {"even_batches": True},  # as the stock Trainer by default
+}  # fmt: skip
+
+
+def run_stock(output_dir: str) -> dict[str, Any]:
+    transformers.utils.logging.disable_progress_bar()
+    args = arguments(
+        output_dir, **{key: value for key, value in PARITY_RUN.items() if key not in ("samples", "dropout")}
+    )
+    names = {field.name for field in dataclasses.fields(transformers.TrainingArguments)} - {"fsdp_config"}
+    stock = transformers.TrainingArguments(**{key: value for key, value in args.to_dict().items() if key in names})
+    trainer = transformers.Trainer(
+        build_model(dropout=PARITY_RUN["dropout"]),
+        stock,
+        train_dataset=TokenDataset(PARITY_RUN["samples"], uneven=True),
+    )
+    trainer.train()
+    history = trainer.state.log_history
+    return {
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
+    }
+
+
+def run_ours(output_dir: str) -> dict[str, Any]:
+    trainer = build_trainer(output_dir, uneven=True, **PARITY_RUN)
+    trainer.train()
+    return {key: summary(trainer)[key] for key in ("losses", "grad_norms")}
+
+
+@needs_accelerate
+def test_one_process_gives_exactly_the_losses_of_the_stock_trainer(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # accelerate sets it and leaves it
+    ours, stock, again = run_ours(str(tmp_path)), run_stock(str(tmp_path)), run_ours(str(tmp_path))
+
+    assert ours["losses"] == stock["losses"]
+    assert ours["losses"] == again["losses"]
+    assert ours["grad_norms"] == pytest.approx(stock["grad_norms"], rel=1e-5)
+
+
+@needs_accelerate
+@pytest.mark.multirank
+def test_two_ranks_give_exactly_the_losses_of_the_stock_trainer(tmp_path):
+    ours = run_ranks(run_ours, 2, str(tmp_path))
+    stock = run_ranks(run_stock, 2, str(tmp_path), timeout=100)
+
+    assert ours[0]["losses"] == stock[0]["losses"]
+
+
+def test_accelerate_is_not_imported_by_a_run(tmp_path):
+    trainer = build_trainer(tmp_path)
+    before = "accelerate" in sys.modules
+
+    trainer.train()
+
+    # transformers imports it where it is installed; we add nothing to that.
+    assert before is HAS_ACCELERATE
+    assert ("accelerate" in sys.modules) is before
+
+
+# --- what a user overrides in a step, and what a script does with one, is called and done as upstream does ---
+
+STEPS, ACCUMULATION = 3, 2
+
+
+class Normalized(nn.Module):
+    """A model of which a user may freeze one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 64)
+        self.modes: list[tuple[bool, bool]] = []
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **_: Any
+    ) -> dict[str, torch.Tensor]:
+        if torch.is_grad_enabled():  # not where the Trainer asks what the loss follows
+            self.modes.append((self.training, self.norm.training))
+        logits = self.head(self.norm(self.embed(input_ids).flatten(0, 1)))
+        return {"loss": nn.functional.cross_entropy(logits, labels.flatten())}
+
+
+class Counting(Normalized):
+    """Does something of its own on train() and zero_grad()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def train(self, mode: bool = True) -> Any:
+        self.calls["train"] += 1
+        super().train(mode)
+        self.norm.train(False)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls["zero_grad"] += 1
+        super().zero_grad(set_to_none)
+
+
+def run_step(output_dir: Any, model: nn.Module, trainer_class: type[Trainer] = Trainer, **options: Any) -> Any:
+    args = arguments(
+        output_dir, per_device_train_batch_size=2, gradient_accumulation_steps=ACCUMULATION, max_steps=STEPS
+    )  # fmt: skip
+    trainer = trainer_class(model, args, train_dataset=TokenDataset(16), **options)
+    trainer.train()
+    return trainer
+
+
+def test_a_layer_that_a_callback_put_into_evaluation_mode_is_back_in_training_mode_for_the_next_batch(tmp_path):
+    model = Normalized()
+
+    class Evaluating(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            model.norm.eval()
+
+    run_step(tmp_path, model, callbacks=[Evaluating()])
+
+    assert model.modes == [(True, True)] * STEPS * ACCUMULATION
+
+
+def test_a_model_with_methods_of_its_own_has_them_called(tmp_path):
+    model = Counting()
+    run_step(tmp_path, model)
+
+    assert model.modes == [(True, False)] * STEPS * ACCUMULATION
+    assert model.calls["train"] >= STEPS * ACCUMULATION
+    assert model.calls["zero_grad"] == STEPS + 1  # and once before the first
+
+
+class Overriding(Trainer):
+    def __init__(self, *args, **kwargs):
+        self.calls: Counter[str] = Counter()
+        super().__init__(*args, **kwargs)
+
+    @contextmanager
+    def autocast_smart_context_manager(self, cache_enabled=True):
+        self.calls["context"] += 1
+        yield
+
+    def _prepare_input(self, data):
+        self.calls["input"] += isinstance(data, torch.Tensor)
+        return super()._prepare_input(data)
+
+    def _clip_grad_norm(self, model):
+        self.calls["clip"] += 1
+        return super()._clip_grad_norm(model)
+
+    def _track_num_input_tokens(self, inputs):
+        self.calls["tokens"] += 1
+
+
+def test_methods_of_a_subclass_are_called_for_every_micro_batch_or_update(tmp_path):
+    trainer = run_step(tmp_path, Normalized(), Overriding)
+    contexts = trainer.calls.pop("context")
+
+    assert trainer.calls == {"input": STEPS * ACCUMULATION * 3, "clip": STEPS, "tokens": STEPS * ACCUMULATION}
+    assert contexts >= STEPS * ACCUMULATION
+
+
+def test_a_step_that_a_script_takes_by_itself_is_that_of_a_plain_loop(tmp_path):
+    trainer = Trainer(build_model(), arguments(tmp_path), train_dataset=TokenDataset(4))
+    batch = next(iter(trainer.get_train_dataloader()))
+
+    loss = trainer.training_step(trainer.model, dict(batch))
+
+    expected = build_model()
+    expected(**batch).loss.backward()
+    assert loss.item() == pytest.approx(expected(**batch).loss.item(), rel=1e-6)
+    for (name, parameter), other in zip(trainer.model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_gradients_are_gone_after_an_update(tmp_path):
+    trainer = run_step(tmp_path, build_model())
+
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+class Recording(Hearing):
+    """Counts what it hears."""
+
+    def __init__(self) -> None:
+        self.events: Counter[str] = Counter()
+
+    def hear(self, event: str, *args: Any, **kwargs: Any) -> None:
+        self.events[event] += 1
+
+
+def test_callbacks_hear_what_they_listen_to_also_when_they_come_late(tmp_path):
+    early, late = Recording(), Recording()
+
+    class Adding(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                trainer.add_callback(late)
+
+    args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=STEPS)
+    trainer = Trainer(Normalized(), args, train_dataset=TokenDataset(16), callbacks=[early, Adding()])
+    trainer.train()
+
+    for event in ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step"):
+        assert (early.events[event], late.events[event]) == (STEPS, STEPS - 1)

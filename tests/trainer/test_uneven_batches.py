@@ -67,12 +67,7 @@ class FilledEvaluation(Trainer):
 
 
 def build(
-    output_dir: Path,
-    *,
-    is_stream: bool = False,
-    fills_evaluation: bool = False,
-    dispatch_batches: bool | None = None,
-    **job: Any,
+    output_dir: Path, is_stream: bool = False, fills_evaluation: bool = False, dispatch_batches: Any = None, **job: Any
 ) -> Any:
     """Return a Trainer with SGD, which does not enlarge rounding as AdamW does."""
     configuration = {"dispatch_batches": dispatch_batches}

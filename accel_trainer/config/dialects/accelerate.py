@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from accel_trainer.config.deepspeed.block import ACCELERATE_FIELDS, is_complete, named_file
-from accel_trainer.config.deepspeed.keys import KNOWN_KEYS as DEEPSPEED_KEYS
-from accel_trainer.config.deepspeed.levels import put_document_block
+from accel_trainer.config.deepspeed_block import ACCELERATE_FIELDS, is_complete, named_file, put_document_block
+from accel_trainer.config.deepspeed_keys import KNOWN_KEYS as DEEPSPEED_KEYS
 from accel_trainer.config.dialects.fsdp import entries_of, is_neutral, translate_entries
+from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer
-from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.errors import did_you_mean
 
@@ -41,10 +40,6 @@ _NOT_OFFERED = {
     **dict.fromkeys(_TPU_KEYS, "chips are found where torch-tpu is; remove the TPU keys"),
     **_OF_OTHER_ENGINES,
 }
-_SAGEMAKER_KEYS = (
-    "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
-    "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args",
-)  # fmt: skip
 DYNAMO = {
     "backend": "compile.backend",
     "mode": "compile.mode",
@@ -56,8 +51,7 @@ DYNAMO = {
 PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "ep_size")
 PARALLEL_COMM = "cp_comm_strategy"
 PARALLEL_DETAILS = (
-    "cp_backend", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
-    "sp_attn_implementation",
+    "cp_backend", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation",
 )  # fmt: skip
 FP8 = {
     "backend": "fp8.backend",
@@ -79,14 +73,7 @@ _MEGATRON_LM = {
     "recompute_activations": "set it to false, and use distributed_type FSDP with fsdp_activation_checkpointing",
 }
 """Options of `megatron_lm_config` that ask for something else than `tp_degree` does, each with what to do."""
-_SECTIONS = (
-    "fsdp_config",
-    "deepspeed_config",
-    "dynamo_config",
-    "parallelism_config",
-    "fp8_config",
-    "megatron_lm_config",
-)
+_SECTIONS = tuple(f"{name}_config" for name in ("fsdp", "deepspeed", "dynamo", "parallelism", "fp8", "megatron_lm"))
 _SPECIAL = ("compute_environment", "distributed_type", "fp16", *_SECTIONS)
 _DISTRIBUTED_TYPES = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
@@ -95,7 +82,7 @@ _DISTRIBUTED_TYPES = (
 
 MARKER_KEYS = frozenset({"compute_environment", "distributed_type", *_SECTIONS, *_OF_OTHER_ENGINES})
 """Keys that only an accelerate file has; one of them decides the dialect."""
-KNOWN_KEYS = frozenset({*_DIRECT, *_NOT_OFFERED, *_SPECIAL, *_SAGEMAKER_KEYS})
+KNOWN_KEYS = frozenset({*_DIRECT, *_NOT_OFFERED, *_SPECIAL})
 """Every top-level key of an accelerate file."""
 
 
@@ -129,7 +116,10 @@ class _Reader:
             return
         for name, entry in self.entries.items():
             self.key(name, entry)
-        self.legacy()
+        # A key of old files, which accelerate 1.15 still converts (config_args.py).
+        fp16 = self.entries.get("fp16")
+        if fp16 is not None and "mixed_precision" not in self.entries and not is_neutral(fp16.value):
+            self.layer.put("mixed_precision", fp16, "fp16")
         self.dynamo()
         self.fp8()
         kind = self.distributed_type()
@@ -156,12 +146,6 @@ class _Reader:
                 self.layer.wrong(entry, "LOCAL_MACHINE")
         elif name not in _SPECIAL:
             self.layer.problems.append(self.document.unknown_key_problem(self.keys[name], _unknown_hint(name)))
-
-    def legacy(self) -> None:
-        """Read a key of old files, which accelerate 1.15 still converts (config_args.py)."""
-        fp16 = self.entries.get("fp16")
-        if fp16 is not None and "mixed_precision" not in self.entries and not is_neutral(fp16.value):
-            self.layer.put("mixed_precision", fp16, "fp16")
 
     def unknown(self, key: Key, section: str, known: Iterable[str]) -> None:
         hint = did_you_mean(key.name, known)
@@ -219,7 +203,7 @@ class _Reader:
             self.unused("fsdp_config", kind)
 
     def deepspeed(self, kind: str | None) -> None:
-        """Keep the block as written; `config.deepspeed.block` reads it."""
+        """Keep the block as written; `config.deepspeed_block` reads it."""
         section = "deepspeed_config"
         block, known = dict(self.blocks[section]), (*ACCELERATE_FIELDS, *DEEPSPEED_KEYS)
         for key in block:

@@ -11,12 +11,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from accel_trainer.config.deepspeed.block import CONFIG_FILE, FIELDS
-from accel_trainer.config.deepspeed.levels import KEY_PREFIX, put_block
+from accel_trainer.config.deepspeed_block import CONFIG_FILE, FIELDS, KEY_PREFIX, put_block
 from accel_trainer.config.dialects.accelerate import DYNAMO, FP8, PARALLEL_COMM, PARALLEL_SIZES, put_parallelism
 from accel_trainer.config.dialects.fsdp import is_known_key, translate_entries
+from accel_trainer.config.document import Entry
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
-from accel_trainer.config.readers.document import Entry
 from accel_trainer.config.schema import FieldSpec, field_specs
 from accel_trainer.config.validation import WrongValueError, coerce, show
 from accel_trainer.errors import did_you_mean
@@ -150,16 +149,11 @@ def _is_true(given: Mapping[str, str], name: str, layer: Layer) -> bool:
 def _read_fsdp(given: Mapping[str, str], layer: Layer) -> None:
     names = [name for name in given if name.startswith("FSDP_") and is_known_key(name)]
     entries = {name.removeprefix("FSDP_").lower(): _variable(name, given[name]) for name in names}
-    _drop_launcher_defaults(entries)
-    translate_entries(entries.values(), layer, source_name="the environment (FSDP_*)", default_version=1)
-
-
-def _drop_launcher_defaults(entries: dict[str, Entry]) -> None:
-    """Drop the defaults that accelerate's launcher exports beside the one option that its user gave."""
 
     def word(key: str) -> str:
         return str(entries[key].value).strip().lower() if key in entries else ""
 
+    # accelerate's launcher exports defaults beside the one option that its user gave.
     if word("sharding_strategy") in ("full_shard", "1") and "reshard_after_forward" in entries:
         del entries["sharding_strategy"]
     elif "sharding_strategy" in entries and word("reshard_after_forward") == "true":
@@ -171,6 +165,7 @@ def _drop_launcher_defaults(entries: dict[str, Entry]) -> None:
         entries.pop("sync_module_states", None)
     if word("forward_prefetch") == "false":
         del entries["forward_prefetch"]
+    translate_entries(entries.values(), layer, source_name="the environment (FSDP_*)", default_version=1)
 
 
 def _read_parallelism(given: Mapping[str, str], layer: Layer) -> None:

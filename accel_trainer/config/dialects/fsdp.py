@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer
-from accel_trainer.config.readers.document import Document, Entry, Key, Node
 from accel_trainer.config.schema import FSDPConfig, thaw
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError, did_you_mean

@@ -16,11 +16,11 @@ from string import Template
 from accel_trainer.config import Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import Options
+from accel_trainer.launch.hosts import hostfile_of
 from accel_trainer.launch.job import check_job, find_command, resolve_options
 from accel_trainer.tracking import is_secret
 
 _TEMPLATES = {"slurm": "slurm.sbatch", "kubernetes": "pytorchjob.yaml"}
-_SUBMIT = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "create", "-f", "-")}
 _OF_THE_SCHEDULER = ("launch.machine_rank", "launch.main_process_ip", "launch.main_process_port")
 _WORKERS = """\
     Worker:
@@ -30,29 +30,29 @@ _WORKERS = """\
 
 
 def run_scheduled(options: Options, words: Sequence[str]) -> int:
-    """Print a job for a scheduler, or hand it over, without a look for devices and files of other machines.
-
-    Raises:
-        ConfigError: the job cannot run, or its options are not for that scheduler.
-    """
+    """Print a job for a scheduler, or hand it over, without a look for devices and files of other machines."""
     if options.slurm:  # the script may be in the image of a container only
         find_command(options, os.environ)
     resolved, _ = resolve_options(options, os.environ, None)
     text = job_text(options, resolved)
     check_job(resolved, None, options, words)
-    if options.submit and not options.dry_run:
-        return submit(options, text)
-    print(text, end="")
-    return 0
+    if not options.submit or options.dry_run:
+        print(text, end="")
+        return 0
+    command = ("sbatch",) if options.slurm else ("kubectl", "create", "-f", "-")
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"--submit runs {command[0]}, which is not on the PATH of this machine; leave --submit out, and hand what "
+            "is printed to the scheduler yourself"
+        )
+    return subprocess.run(command, input=text, text=True).returncode
 
 
 def job_text(options: Options, resolved: Resolved) -> str:
-    """Return the job of a command line, without its options for schedulers, as the scheduler's own file.
-
-    Raises:
-        ConfigError: the number of processes is open, the image is missing, or an option is the scheduler's to decide.
-    """
-    kind = _kind(options)
+    """Return the job of a command line, without its options for schedulers, as the scheduler's own file."""
+    if options.slurm and options.kubernetes:
+        raise ConfigError("--slurm and --kubernetes are two schedulers; give one of them")
+    kind = "slurm" if options.slurm else "kubernetes"
     launch = resolved.config.launch
     decided = [path for path in _OF_THE_SCHEDULER if path in options.flags]
     if decided:
@@ -65,7 +65,7 @@ def job_text(options: Options, resolved: Resolved) -> str:
             f"--{kind} wants a number of processes, since the job runs on other machines than this one; set "
             "--num_processes, over all machines"
         )
-    if resolved.config.deepspeed.get("deepspeed_hostfile"):
+    if hostfile_of(resolved):
         raise ConfigError(
             f"deepspeed_hostfile is set ({resolved.source('deepspeed').where}), and with --{kind} the scheduler "
             "chooses the machines; leave it out"
@@ -96,12 +96,6 @@ def _refuse_secrets(words: Sequence[str], kind: str) -> None:
             "the job; leave the option out, and give the script its secrets by variables of the environment, such as "
             "HF_TOKEN (under Kubernetes from a Secret)"
         )
-
-
-def _kind(options: Options) -> str:
-    if options.slurm and options.kubernetes:
-        raise ConfigError("--slurm and --kubernetes are two schedulers; give one of them")
-    return "slurm" if options.slurm else "kubernetes"
 
 
 def _slurm(resolved: Resolved, num_local: int, command: Sequence[str]) -> dict[str, str]:
@@ -138,18 +132,3 @@ def _kubernetes(options: Options, resolved: Resolved, command: Sequence[str]) ->
         "resources": json.dumps({"limits": limits, "requests": requests}),
         "workers": _WORKERS.format(replicas=replicas) if replicas else "",
     }
-
-
-def submit(options: Options, text: str) -> int:
-    """Hand a job to its scheduler's own program, and return that one's exit code.
-
-    Raises:
-        ConfigError: the program is not on the PATH.
-    """
-    command = _SUBMIT[_kind(options)]
-    if shutil.which(command[0]) is None:
-        raise ConfigError(
-            f"--submit runs {command[0]}, which is not on the PATH of this machine; leave --submit out, and hand what "
-            "is printed to the scheduler yourself"
-        )
-    return subprocess.run(command, input=text, text=True).returncode

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, MissingExtraError
-from accel_trainer.launch.cli import as_subcommand
+from accel_trainer.launch.cli import add_option, as_subcommand, command_parser
 from accel_trainer.launch.flags import Options
 from accel_trainer.launch.job import read_options, resolve_options
 from accel_trainer.runtime.cores import usable_cores
@@ -34,19 +34,13 @@ if TYPE_CHECKING:
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 _TRAINABLE = ("float32", "float16", "bfloat16")
 _LIBRARIES = ("timm", "transformers")
-_HEADERS = ("dtype", "Largest Layer", "Total Size", "Training using Adam")
 
 
 def run_estimate(words: Sequence[str]) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        CheckpointNotFoundError: there is no such model, or it cannot be read without access rights.
-        ConfigError: its configuration makes no model.
-    """
+    """Run the command and return its exit code."""
     parser = estimate_command_parser()
     args, others = parser.parse_known_args(words)
-    if others and not _plans(args):
+    if others and args.num_processes is None and args.config_file is None:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     args.layout_options = others
     args.num_workers = usable_cores()  # programs that call the functions may have no guard around their main part
@@ -69,52 +63,31 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "memory. Options of `launch` that choose a layout may stand behind MODEL: --use_fsdp, --parallel_tp_size 8, "
         "--mixed_precision bf16, ..."
     )
-    parser = argparse.ArgumentParser("accel-trainer estimate", description=description, allow_abbrev=False)
+    parser = command_parser("estimate", description)
     parser.add_argument("model_name", metavar="MODEL", help="a directory, a config.json, or a name on the Hub")
-    parser.add_argument(
-        "--library_name",
-        "--library-name",
-        choices=_LIBRARIES,
-        help="whose model it is, where its files do not say so",
-    )
-    parser.add_argument(
-        "--dtypes",
-        nargs="+",
-        default=["float32", "float16", "int8", "int4"],
-        choices=tuple(_BITS),
-        help="default: float32 float16 int8 int4",
-    )
-    parser.add_argument(
-        "--trust_remote_code",
-        "--trust-remote-code",
-        action="store_true",
-        help="run the code that is beside the configuration; of authors whom you trust",
-    )
-    _add_plan_options(parser)
-    return as_subcommand(parser, subparsers, "estimate-memory", estimate_command)
-
-
-def _add_plan_options(parser: argparse.ArgumentParser) -> None:
+    text = "whose model it is, where its files do not say so"
+    add_option(parser, "library_name", choices=_LIBRARIES, help=text)
+    dtypes = ["float32", "float16", "int8", "int4"]
+    text = f"default: {' '.join(dtypes)}"
+    parser.add_argument("--dtypes", nargs="+", default=dtypes, choices=tuple(_BITS), help=text)
+    text = "run the code that is beside the configuration; of authors whom you trust"
+    add_option(parser, "trust_remote_code", action="store_true", help=text)
     plan = parser.add_argument_group("a rank of a job")
     plan.add_argument("--config_file", "--config-file", "--config", metavar="FILE", help="as for launch")
-    plan.add_argument("--num_processes", "--num-processes", type=int, metavar="N", help="processes of the job")
+    add_option(plan, "num_processes", type=int, metavar="N", help="processes of the job")
     plan.add_argument("--batch", type=int, default=1, metavar="N", help="rows that a rank reads at once [1]")
     plan.add_argument("--sequence", type=int, metavar="N", help="tokens of a row [2048, or the model's most]")
     plan.add_argument("--dtype", choices=_TRAINABLE, default="float32", help="of the weights [float32]")
     plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim [AdamW]")
     for name, default, text in _SPEEDS:
-        kind = type(default)
-        plan.add_argument(
-            f"--{name}", f"--{name.replace('_', '-')}", type=kind, default=default, metavar="X", help=text
-        )
-    plan.add_argument(
-        "--compare", action="store_true", help="plan the layouts that the job can have, the fastest first"
-    )
-    plan.add_argument(
-        "--memory", metavar="SIZE", help="of a rank, 80GiB for one: with --compare, layouts that need more"
-    )
+        add_option(plan, name, type=type(default), default=default, metavar="X", help=text)
+    text = "plan the layouts that the job can have, the fastest first"
+    plan.add_argument("--compare", action="store_true", help=text)
+    text = "of a rank, 80GiB for one: with --compare, layouts that need more"
+    plan.add_argument("--memory", metavar="SIZE", help=text)
     plan.add_argument("--json", action="store_true", help="print plans as JSON")
     plan.add_argument("--picture", metavar="FILE", help="write the memory by purpose as an SVG")
+    return as_subcommand(parser, subparsers, "estimate-memory", estimate_command)
 
 
 _SPEEDS = (
@@ -123,10 +96,6 @@ _SPEEDS = (
     ("node_bandwidth", 300.0, "GB/s that a rank sends within its machine [300]"),
     ("teraflops", 400.0, "10^12 operations a second of matrix products, as a rank sustains them [400]"),
 )
-
-
-def _plans(args: argparse.Namespace) -> bool:
-    return args.num_processes is not None or args.config_file is not None
 
 
 def estimate_command(args: argparse.Namespace) -> None:
@@ -138,16 +107,15 @@ def estimate_command(args: argparse.Namespace) -> None:
     """
     from accel_trainer.big_models.sizes import convert_bytes
 
-    if _plans(args):
+    if args.num_processes is not None or args.config_file is not None:
         return _print_plans(args)
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
-    rows = []
-    for dtype, largest, total, training in _sizes(model, args.dtypes):
-        usage = training["step"]
-        trained = "N/A" if usage < 0 else convert_bytes(usage)
-        rows.append([dtype, convert_bytes(largest), convert_bytes(total), trained])
+    rows = [
+        [dtype, *map(convert_bytes, sizes), "N/A" if training["step"] < 0 else convert_bytes(training["step"])]
+        for dtype, *sizes, training in _sizes(model, args.dtypes)
+    ]
     title = f"Memory usage of {type(model).__name__}, loaded from `{args.model_name}`"
-    print(create_ascii_table(list(_HEADERS), rows, title))
+    print(create_ascii_table(["dtype", "Largest Layer", "Total Size", "Training using Adam"], rows, title))
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
@@ -208,13 +176,16 @@ def _print_plans(args: argparse.Namespace) -> None:
         Path(args.picture).write_text(_draw(plans, limit), encoding="utf-8")
     if args.json:
         content = [{**dataclasses.asdict(plan), "seconds_per_row": plan.seconds_per_row} for plan in plans]
-        for plan in content:
-            plan["exchanges"] = [each._asdict() for each in plan["exchanges"]]
+        for each in content:
+            each["exchanges"] = [exchange._asdict() for exchange in each["exchanges"]]
         print(json.dumps(content if args.compare else content[0], indent=2))
     elif args.compare:
         print(_comparison(plans, limit, args))
     else:
-        print(_plan_table(plans[0], _other_activations(args, options, plans[0]), args))
+        plan = plans[0]
+        # With checkpointing where the plan is without, and the other way round.
+        others = _plan(args, options, {_RECOMPUTES: not plan.recomputes}).activations if plan.is_sharded else None
+        print(_plan_table(plan, others, args))
 
 
 def _layout_options(args: argparse.Namespace) -> Options:
@@ -253,46 +224,42 @@ _ALONE_SECONDS = 5.0
 """How long layouts are compared in this process alone: another one imports torch and transformers for that long."""
 
 
-def _all_plans(args: argparse.Namespace, options: Options) -> Iterator[LayoutPlan]:
-    """Yield the plans of layouts that the model and the number of processes allow."""
-    found = 0
-    error: ConfigError | None = None
+def _all_plans(args: argparse.Namespace, options: Options) -> list[LayoutPlan]:
+    """Return the plans of layouts that the model and the number of processes allow; without any, raise what refuses."""
+    outcomes = _outcomes(args, options)
+    plans = [outcome for outcome in outcomes if not isinstance(outcome, ConfigError)]
+    if not plans:
+        raise next(outcome for outcome in reversed(outcomes) if isinstance(outcome, ConfigError))
+    return plans
+
+
+def _outcomes(args: argparse.Namespace, options: Options) -> list[LayoutPlan | ConfigError]:
+    """Return the plan of each layout, or what refuses it, but of those with sizes that have been refused by then.
+
+    What is left after some seconds is shared out over processes, one for each core: a process is a rank of one job.
+    """
+    num_workers = getattr(args, "num_workers", 1)
+    until = float("inf") if num_workers == 1 else time.perf_counter() + _ALONE_SECONDS
+    candidates = deque(_candidates(args, options))
+    outcomes: list[LayoutPlan | ConfigError] = []
     refused: set[tuple[str, int]] = set()
-    """Sizes that do not fit the model, with nothing beside them."""
-    for flags, outcome in _outcomes(args, options, refused):
-        if isinstance(outcome, ConfigError):
-            error, asked = outcome, _sizes_of_models(flags)
-            refused |= asked if len(asked) == 1 else set()
-        else:
-            found += 1
-            yield outcome
-    if not found and error is not None:
-        raise error
+    """Sizes that do not fit the model, with nothing beside them: nor will they with something."""
+    while candidates and time.perf_counter() < until:
+        flags = candidates.popleft()
+        asked = _sizes_of_models(flags)
+        if not asked & refused:
+            outcomes.append(_try_plan(args, options, flags))
+            refused |= asked if len(asked) == 1 and isinstance(outcomes[-1], ConfigError) else set()
+    if rest := [flags for flags in candidates if not _sizes_of_models(flags) & refused]:
+        # Not forked: torch's threads do not survive that.
+        spawned = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(num_workers, len(rest)), mp_context=spawned) as pool:
+            outcomes += pool.map(partial(_try_plan, args, options), rest)
+    return outcomes
 
 
 def _sizes_of_models(flags: Mapping[str, Any]) -> set[tuple[str, int]]:
     return {(path, flags[path]) for path in _SIZES_OF_MODELS if flags.get(path, 1) > 1}
-
-
-def _outcomes(
-    args: argparse.Namespace, options: Options, refused: set[tuple[str, int]]
-) -> Iterator[tuple[dict[str, Any], LayoutPlan | ConfigError]]:
-    """Yield each layout with its plan, or with what refuses it, but those of sizes that have been refused by then.
-
-    What is left after some seconds is shared out over processes, one for each core: a process is a rank of one job.
-    """
-    begun, num_workers = time.perf_counter(), getattr(args, "num_workers", 1)
-    candidates = deque(_candidates(args, options))
-    while candidates and (num_workers == 1 or time.perf_counter() - begun < _ALONE_SECONDS):
-        flags = candidates.popleft()
-        if not _sizes_of_models(flags) & refused:
-            yield flags, _try_plan(args, options, flags)
-    rest = [flags for flags in candidates if not _sizes_of_models(flags) & refused]
-    if rest:
-        # Not forked: torch's threads do not survive that.
-        spawned = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(num_workers, len(rest)), mp_context=spawned) as pool:
-            yield from zip(rest, pool.map(partial(_try_plan, args, options), rest), strict=True)
 
 
 def _try_plan(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) -> LayoutPlan | ConfigError:
@@ -340,13 +307,6 @@ def _expert_sizes(within: Sequence[int], tp: int, sp: int, shard: int) -> list[i
     return [size for size in shared if tp == 1 and shard * sp % size == 0]
 
 
-def _other_activations(args: argparse.Namespace, options: Options, plan: LayoutPlan) -> int | None:
-    """Return the activations with checkpointing of a plan without, and the other way round; None where it has none."""
-    if plan.strategy not in _FLAGS_OF or plan.strategy == "ddp":
-        return None
-    return _plan(args, options, {_RECOMPUTES: not plan.recomputes}).activations
-
-
 def _layout_name(plan: LayoutPlan) -> str:
     sizes = [f"{axis} {size}" for axis, size in plan.sizes.items() if size > 1 and axis != "ep"]
     experts = f", ep {plan.sizes['ep']}" if plan.sizes["ep"] > 1 else ""
@@ -376,18 +336,11 @@ def _plan_table(plan: LayoutPlan, others: int | None, args: argparse.Namespace) 
     )
     tables = [create_ascii_table(["memory", "size", "at the peak"], [r for r in rows if any(r[1:])], title)]
     if plan.exchanges:
-        lines = [
-            [
-                each.kind,
-                each.axis,
-                str(each.num_ranks),
-                str(each.calls),
-                convert_bytes(each.num_bytes),
-                _ms(each.seconds),
-            ]
-            for each in plan.exchanges
-        ]
         headers = ["collective", "axis", "ranks", "calls", "full tensors", "time"]
+        lines = [
+            [kind, axis, str(num_ranks), str(calls), convert_bytes(num_bytes), _ms(seconds)]
+            for kind, axis, num_ranks, calls, num_bytes, seconds, _ in plan.exchanges
+        ]
         tables.append(create_ascii_table(headers, lines, "\nCollectives of an update"))
     tables.append(
         f"\n{plan.flops / 1e12:.1f} TFLOP in {_ms(plan.compute_seconds)}, collectives in {_ms(plan.exchange_seconds)}, "
@@ -415,7 +368,13 @@ def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.N
         f"Layouts of `{args.model_name}`, {args.batch} x {args.sequence} for each reader, {args.optimizer}, the "
         "fastest first (computation and exposed communication, per row of all)"
     )
-    lines = [create_ascii_table(headers, [_comparison_row(plan) for plan in fitting], title)] if fitting else []
+    rows = []
+    for plan in fitting:
+        sizes = (plan.parameters + plan.gradients + plan.optimizer_state, plan.activations, plan.peak)
+        times = (plan.compute_seconds, plan.exposed_seconds, plan.seconds_per_row)
+        names = [_layout_name(plan), plan.strategy, "yes" if plan.recomputes else "no"]
+        rows.append([*names, *map(convert_bytes, sizes), *map(_ms, times)])
+    lines = [create_ascii_table(headers, rows, title)] if fitting else []
     if len(fitting) < len(plans):
         least = min(plan.peak for plan in plans if plan not in fitting)
         lines.append(f"{len(plans) - len(fitting)} more need above {args.memory}: {convert_bytes(least)} at least")
@@ -425,19 +384,10 @@ def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.N
     return "\n".join(lines)
 
 
-def _comparison_row(plan: LayoutPlan) -> list[str]:
-    from accel_trainer.big_models.sizes import convert_bytes
-
-    state = plan.parameters + plan.gradients + plan.optimizer_state
-    sizes = [convert_bytes(size) for size in (state, plan.activations, plan.peak)]
-    times = [_ms(seconds) for seconds in (plan.compute_seconds, plan.exposed_seconds, plan.seconds_per_row)]
-    return [_layout_name(plan), plan.strategy, "yes" if plan.recomputes else "no", *sizes, *times]
-
-
 def _launch_flags(plan: LayoutPlan) -> Iterator[str]:
     if plan.strategy in _FLAGS_OF:
         yield _FLAGS_OF[plan.strategy]
-    if plan.strategy != "ddp":
+    if plan.is_sharded:
         yield from (f"--parallel_{axis}_size {size}" for axis, size in plan.sizes.items() if size > 1)
     if plan.recomputes:
         yield "--fsdp_activation_checkpointing true"
@@ -493,8 +443,15 @@ def _find_library(model_name: str, library_name: str | None, access_token: str |
         return str(config.parent if config.name == "config.json" else config), library_name or _library_of(config)
     if library_name is None:
         info = verify_on_hub(model_name, access_token)
-        if isinstance(info, str):
-            raise CheckpointNotFoundError(_HUB_ERRORS[info].format(name=model_name))
+        if info == "gated":
+            raise CheckpointNotFoundError(
+                f"{model_name} is gated: log in with `hf auth login` as a user who has access, or pass a directory"
+            )
+        if info == "repo":
+            raise CheckpointNotFoundError(
+                f"{model_name} is neither a directory nor a model on the Hub; one that is private asks for "
+                "`hf auth login`"
+            )
         library_name = getattr(info, "library_name", None)
     return model_name, library_name
 
@@ -539,12 +496,6 @@ def create_empty_model(
         raise ConfigError(
             f"{library_name} makes no model from the configuration of {model_name}: {_first_line(error)}{hint}"
         ) from error
-
-
-_HUB_ERRORS = {
-    "gated": "{name} is gated: log in with `hf auth login` as a user who has access, or pass a directory",
-    "repo": "{name} is neither a directory nor a model on the Hub; one that is private asks for `hf auth login`",
-}
 
 
 def _first_line(error: Exception) -> str:

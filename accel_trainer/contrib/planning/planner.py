@@ -95,6 +95,8 @@ class LayoutPlan:
     """Memory and collectives of one rank; sizes in bytes, times in seconds, of one update."""
 
     strategy: str
+    is_sharded: bool
+    """Whether a rank holds its shard of the parameters alone, and may recompute activations."""
     sizes: Mapping[str, int]
     """Of the axes, and of `ep`, which is a part of dp_shard x sp."""
     num_readers: int
@@ -157,16 +159,18 @@ def plan_layout(
     strategy_name = _strategy_of(resolved, num_processes)
     with fake_job(num_processes, min(cluster.ranks_per_node, num_processes)) as process:
         sizes = axis_sizes(resolved.config, resolved.describe, num_processes, process.num_nodes)
-        replicas = num_processes if strategy_name == "ddp" else 1
-        strategy = load_strategy("single" if strategy_name == "ddp" else strategy_name)
+        strategy = load_strategy(strategy_name)
+        in_shards = strategy.capabilities.shards_parameters
+        replicas = 1 if in_shards else num_processes
+        if replicas > 1:  # each takes the step of one process; what they exchange is in closed form below
+            strategy = load_strategy("single")
         strategy.readers(resolved, process)
-        recomputes = strategy.capabilities.shards_parameters and resolved.config.fsdp.activation_checkpointing
+        recomputes = in_shards and resolved.config.fsdp.activation_checkpointing
         options: Any = getattr(model, "config", None)
         if recomputes and options is not None:
             options.use_cache = False  # as transformers' Trainer has it, and without the warning
         precision = build_precision(resolved.config.mixed_precision, process.device)
         job = TrainJob(model.to(workload.dtype).train(), [], resolved, device_placement=False)
-        in_shards = strategy.capabilities.shards_parameters
         if in_shards:  # on meta: 4,096 shards of a tensor are as many views
             unit = strategy.prepare(job, precision, process)
         with fake_tensors():
@@ -185,6 +189,7 @@ def plan_layout(
         num_steps = resolved.config.accumulation.num_steps
         return LayoutPlan(
             strategy=strategy_name,
+            is_sharded=in_shards,
             sizes={**sizes._asdict(), "ep": resolved.config.parallel.ep_size},
             num_readers=sizes.num_readers,
             recomputes=recomputes,
@@ -250,13 +255,16 @@ class _Step:
                 self.end_of_forward = self.end_of_forward or len(self.ledger.events)
                 self.unit.backward(loss)
                 del loss
-            trained: list[Any] = [p for p in module.parameters() if p.grad is not None]
-            self.gradients = [p.grad for p in trained]
-            # One of each kind is updated, a dozen instead of 290 in a 7B: each has the state and the temporaries of
-            # all that are like it, and torch.optim's updates on a CPU take one parameter after the other.
-            first = {_kind_of_parameter(p): p for p in reversed(trained)}
-            optimizer.param_groups[0]["params"] = list(first.values())
-            self.unit.step()
+            self._update(optimizer)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        trained: list[Any] = [p for p in self.unit.module.parameters() if p.grad is not None]
+        self.gradients = [p.grad for p in trained]
+        # One of each kind is updated, a dozen instead of 290 in a 7B: each has the state and the temporaries of
+        # all that are like it, and torch.optim's updates on a CPU take one parameter after the other.
+        first = {_kind_of_parameter(p): p for p in reversed(trained)}
+        optimizer.param_groups[0]["params"] = list(first.values())
+        self.unit.step()
         states = (optimizer.state[first[_kind_of_parameter(p)]] for p in trained)
         self.states = [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
@@ -279,6 +287,12 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
             f"{', '.join(known)}"
         )
     return known[name.lower()]
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    # Of its own: nobody may hold the outputs beside the loss during the backward, whose memory is counted.
+    loss = outputs.get("loss")
+    return loss if loss is not None else next(iter(outputs.values())).float().mean()
 
 
 _LABELS_PER_ROW = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
@@ -304,11 +318,6 @@ def _build_batch(model: nn.Module, workload: Workload) -> dict[str, Tensor]:
         per_row = name == "pixel_values" or type(model).__name__.endswith(_LABELS_PER_ROW)
         batch["labels"] = torch.zeros(inputs.shape[: 1 if per_row else 2], dtype=torch.long)
     return batch
-
-
-def _loss_of(outputs: Any) -> Tensor:
-    loss = outputs.get("loss")
-    return loss if loss is not None else next(iter(outputs.values())).float().mean()
 
 
 class _Call(NamedTuple):
@@ -503,10 +512,6 @@ def _replay(ledger: _Ledger, fixed: Mapping[str, int], end_of_forward: int) -> d
     return {"unsharded": unsharded, "activations": activations, "peak": peak, "peak_parts": parts}
 
 
-_LINKS = {"all_reduce": 2}
-"""How often a rank sends its share; once in collectives that are not named."""
-
-
 def _seconds(call: _Call, cluster: Cluster) -> float:
     """Return how long a collective takes over a ring, whose links between machines all ranks of one share."""
     num_ranks = len(call.ranks)
@@ -515,7 +520,8 @@ def _seconds(call: _Call, cluster: Cluster) -> float:
     if num_nodes > 1:
         speed = cluster.bandwidth * num_ranks / num_nodes
         speed = min(speed, cluster.node_bandwidth) if num_ranks > num_nodes else speed
-    return _LINKS.get(call.kind, 1) * call.num_bytes * (num_ranks - 1) / num_ranks / (speed * 1e9)
+    shares_sent = 2 if call.kind == "all_reduce" else 1
+    return shares_sent * call.num_bytes * (num_ranks - 1) / num_ranks / (speed * 1e9)
 
 
 def _times(calls: Sequence[_Call], sizes: AxisSizes, cluster: Cluster, flops: int) -> dict[str, Any]:

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import logging as standard_logging
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from accel_trainer import logging
 from accel_trainer.accelerator.options import SetOption
-from accel_trainer.checkpoint.changed_run import RECORD_KEY
+from accel_trainer.checkpoint.changed_run import RECORD_KEY, UpdateBatch
+from accel_trainer.config import SourceKind
 from accel_trainer.contrib.run_report.charts import format_number
 from accel_trainer.contrib.run_report.page import describe_peaks, describe_seconds, write_page
 from accel_trainer.contrib.run_report.recorded_run import PAGE_NAME, build_run
-from accel_trainer.contrib.run_report.setup import (
-    Duplicates,
-    RunLengths,
-    describe_options,
-    describe_setup,
-    log_lines,
-)
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.memory import memory_in_use, peak_memory
+from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.trainer.arguments.training_arguments import list_options
 from accel_trainer.trainer.run_clock import RunClock, RunObserver
 
@@ -43,6 +40,41 @@ _MAX_POINTS = 400
 
 Point = tuple[int, float, int | None]
 """Update, samples per second since the point before, bytes of memory in use."""
+
+
+class RunLengths(NamedTuple):
+    """The lengths of a run, as `set_initial_training_values` returns them."""
+
+    num_epochs: int
+    updates_per_epoch: int
+    num_examples: int
+    num_samples: float
+    update_batch: int
+    steps_in_epoch: int
+    max_steps: int
+
+
+class Duplicates(standard_logging.Filter):
+    """Keeps the lines of upstream's block out of the log, once ours has said the same."""
+
+    _BEGINNINGS = (
+        "***** Running training *****",
+        "  Num examples = ",
+        "  Num Epochs = ",
+        "  Num update steps per epoch = ",
+        "  Instantaneous batch size per device = ",
+        "  Training with DataParallel so batch size",
+        "  Total train batch size (w. parallel, distributed & accumulation) = ",
+        "  Gradient Accumulation steps = ",
+        "  Total optimization steps = ",
+        "  Number of trainable parameters = ",
+        "  Resuming training from checkpoint with epoch ",
+        "  Fast-forwarding the dataloader past ",
+    )
+
+    def filter(self, record: standard_logging.LogRecord) -> bool:
+        """Whether a line is to be logged."""
+        return not record.getMessage().startswith(self._BEGINNINGS)
 
 
 class RunReport(RunObserver):
@@ -118,16 +150,12 @@ class RunReport(RunObserver):
         if step == last_step:
             return
         self.trainer.run_clock.take_sample(step - last_step)
-        seconds = self._work_seconds()
-        throughput = (step - last_step) * self._update_batch / max(seconds - last_seconds, 1e-9)
+        seconds, batch = self._work_seconds(), RunLengths(*self.trainer.run_lengths).update_batch
+        throughput = (step - last_step) * batch / max(seconds - last_seconds, 1e-9)
         self._points.append((step, round(throughput, 3), memory_in_use(self.trainer.accelerator.device)))
         if len(self._points) > _MAX_POINTS:
             del self._points[::2]
         self._last_point = (step, seconds)
-
-    @property
-    def _update_batch(self) -> int:
-        return RunLengths(*self.trainer.run_lengths).update_batch
 
     def to_plain(self, peaks: Sequence[int] = (), num_tokens: int = 0) -> dict[str, Any]:
         """Return the record until now as plain values, for JSON. Not collective.
@@ -148,7 +176,7 @@ class RunReport(RunObserver):
             "points": self._points,
             "seconds": {name: None if value is None else round(value, 4) for name, value in seconds.items()},
             "figures": {
-                "samples_per_second": round(updates * self._update_batch / work, 3),
+                "samples_per_second": round(updates * RunLengths(*trainer.run_lengths).update_batch / work, 3),
                 "tokens_per_second": round(num_tokens / work, 3) if num_tokens else None,
                 "updates_per_second": round(updates / work, 4),
                 "peak_memory_bytes": list(peaks) or ([own_peak] if own_peak else []),
@@ -233,3 +261,117 @@ def _describe_end(record: Mapping[str, Any], history: Sequence[Mapping[str, Any]
     if figures["peak_memory_bytes"]:
         rows.append(("Peak memory", describe_peaks(figures["peak_memory_bytes"])))
     return rows
+
+
+# --- a run before its first update, in words --------------------------------------------------------------------------
+
+
+def describe_setup(trainer: Trainer, model: nn.Module, lengths: RunLengths) -> list[tuple[str, str]]:
+    """Return labels and texts. Not collective.
+
+    Args:
+        model: the prepared one.
+    """
+    accelerator = trainer.accelerator
+    process, layout = accelerator.process, accelerator.unit_of(model).layout()
+    strategy = [accelerator.strategy.name]
+    strategy += [f"mesh {' x '.join(f'{name}={size}' for name, size in layout.mesh.items())}"] if layout.mesh else []
+    strategy += [layout.note] if layout.note else []
+    if process.is_distributed and (local_steps := accelerator.config.local_steps) is not None:
+        strategy += [f"weights exchanged every {_count(local_steps, 'update')}"]
+    nodes = -(-process.world_size // max(process.local_world_size, 1))
+    local = f", {layout.num_local:,} on this rank" if process.is_distributed else ""
+    accumulation = trainer.args.gradient_accumulation_steps
+    batch = UpdateBatch(lengths.update_batch, accelerator.readers.world_size, trainer._train_batch_size, accumulation)
+    epochs = f"in {_count(lengths.num_epochs, 'epoch')} of {lengths.updates_per_epoch:,}"
+    epochs = "over a stream" if lengths.num_epochs == sys.maxsize else epochs  # whose length is not known
+    name = type(accelerator.unwrap_model(model)).__name__.removeprefix("FSDP")  # which torch's fully_shard puts before
+    return [
+        ("Strategy", f"{', '.join(strategy)}, {_count(process.world_size, 'rank')} on {_count(nodes, 'node')}"),
+        ("Devices", _describe_devices(process)),
+        ("Precision", _describe_precision(trainer, model)),
+        ("Model", f"{name}, {layout.num_parameters:,} parameters, {layout.num_trainable:,} trainable{local}"),
+        ("Examples", f"{lengths.num_examples:,}"),
+        ("Global batch", batch.describe()),
+        ("Updates", f"{lengths.max_steps:,} {epochs}"),
+        ("Checkpoints", _describe_checkpoints(trainer)),
+        ("Resume", _describe_resume(trainer)),
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _describe_devices(process: ProcessContext) -> str:
+    kind = process.device.type
+    if kind == "cpu":
+        device = f"cpu, {_count(torch.get_num_threads(), 'thread')} for each rank"
+    else:
+        name = getattr(torch.get_device_module(process.device), "get_device_name", None)
+        device = f"{kind}, {name(process.device)}" if name is not None else kind
+    return f"{device}, {process.backend}" if process.backend is not None else device
+
+
+def _describe_precision(trainer: Trainer, model: nn.Module) -> str:
+    precision = trainer.accelerator.precision
+    dtypes = sorted({_dtype_name(parameter.dtype) for parameter in model.parameters()})
+    text = f"parameters in {' and '.join(dtypes) or 'nothing'}"
+    if precision.compute is not None:
+        text += f", computed in {_dtype_name(precision.compute)}"
+    if precision.reduce is not None:
+        text += f", gradients reduced in {_dtype_name(precision.reduce)}"
+    return text + (", losses scaled" if precision.loss_scaling else "")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe_checkpoints(trainer: Trainer) -> str:
+    args, state = trainer.args, trainer.state
+    strategy = str(getattr(args.save_strategy, "value", args.save_strategy))
+    if strategy == "no":
+        return "none"
+    when = {"steps": f"every {_count(int(state.save_steps), 'update')}", "epoch": "after each epoch"}.get(
+        strategy, "at each best metric"
+    )
+    kept = f", {args.save_total_limit} kept" if args.save_total_limit else ""
+    best = f", the best by {args.metric_for_best_model} loaded at the end" if args.load_best_model_at_end else ""
+    return f"{when}, in {args.output_dir}{kept}{best}"
+
+
+def _describe_resume(trainer: Trainer) -> str:
+    resumption, state = trainer.run_checkpoints.resumption, trainer.state
+    if resumption is None:
+        return "none, from the beginning"
+    epoch = f", epoch {state.epoch:.2f}" if state.epoch is not None else ""
+    return f"{resumption.path} at update {state.global_step:,}{epoch}"
+
+
+def describe_options(options: Iterable[SetOption]) -> list[tuple[str, str]]:
+    """Return the options that are not at their defaults, in one line for each place that they were set in."""
+    lines: dict[str, list[str]] = {}
+    for option in options:
+        if not option.is_set:
+            continue
+        where, text = option.source.where, f"{option.name}={option.value}"
+        match option.source.kind:
+            case SourceKind.FILE:
+                file, colon, line = where.rpartition(":")
+                is_line = bool(colon) and line.isdecimal()
+                lines.setdefault(f"Set in {file if is_line else where}", []).append(
+                    f"{text} (line {line})" if is_line else text
+                )
+            case SourceKind.ENVIRONMENT:
+                lines.setdefault("Set in the environment", []).append(f"{text} ({where})")
+            case SourceKind.CLI:
+                lines.setdefault("Set by flags", []).append(f"{text} ({where})")
+            case _:
+                lines.setdefault("Set by arguments", []).append(text)
+    return [(label, ", ".join(texts)) for label, texts in lines.items()]
+
+
+def log_lines(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """Return a block as upstream's look: a title between stars, and an indented line for each row."""
+    return "\n".join([f"***** {title} *****", *(f"  {label} = {text}" for label, text in rows)])

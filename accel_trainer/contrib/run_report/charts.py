@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
@@ -111,11 +111,12 @@ def draw_chart(chart: Chart, identifier: str) -> str:
     values = [y for each in shown for _, y in each.points]
     steps = [x for each in shown for x, _ in each.points]
     ticks, power = _axis(values, chart.from_zero)
+    named = [each for each in shown if len(shown) > 1 or each.is_dashed]  # not the line of a training alone
     note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
     plot = _Plot.around(steps, ticks)
     return (
         f'<figure class="chart" id="{identifier}"><figcaption>{escape(chart.title)}{_unit(chart, power)}</figcaption>'
-        f"{_legend(shown)}"
+        f"{draw_legend(named)}"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-labelledby="{identifier}-t {identifier}-d">'
         f'<title id="{identifier}-t">{escape(chart.title)}</title>'
         f'<desc id="{identifier}-d">{escape(_describe(chart, shown))}</desc>'
@@ -130,11 +131,16 @@ def _unit(chart: Chart, power: int) -> str:
     return f' <span class="unit">({escape(", ".join(units))})</span>' if units else ""
 
 
-def _legend(series: Sequence[Series]) -> str:
-    """Return the names of the lines; none where there is one, of the training."""
-    named = [each for each in series if len(series) > 1 or each.is_dashed]
-    entries = "".join(f"<li>{_swatch(each)}{escape(each.label)}</li>" for each in named)
-    return f'<ul class="legend">{entries}</ul>' if entries else ""
+def draw_legend(series: Iterable[Series]) -> str:
+    """Return a list of the names of lines, each behind a piece of it; nothing of none."""
+    entries = []
+    for each in series:
+        kind, dashed = f"c{each.colour % NUM_COLOURS}", " dashed" if each.is_dashed else ""
+        dot = f'<circle class="dot {kind}" cx="12" cy="5" r="3"/>' if each.is_dashed else ""
+        line = f'<path class="line {kind}{dashed}" d="M1 5H23"/>'
+        swatch = f'<svg class="swatch" viewBox="0 0 24 10" aria-hidden="true">{line}{dot}</svg>'
+        entries.append(f"<li>{swatch}{escape(each.label)}</li>")
+    return f'<ul class="legend">{"".join(entries)}</ul>' if entries else ""
 
 
 class _Plot(NamedTuple):
@@ -188,14 +194,6 @@ def _draw_lines(plot: _Plot, series: Sequence[Series]) -> str:
         if each.is_dashed and len(places) <= 60 or len(places) == 1:
             parts += [f'<circle class="dot c{each.colour % NUM_COLOURS}" cx="{x}" cy="{y}" r="3"/>' for x, y in places]
     return "".join(parts)
-
-
-def _swatch(series: Series) -> str:
-    kind = f"c{series.colour % NUM_COLOURS}"
-    dot = f'<circle class="dot {kind}" cx="12" cy="5" r="3"/>' if series.is_dashed else ""
-    dashed = " dashed" if series.is_dashed else ""
-    line = f'<path class="line {kind}{dashed}" d="M1 5H23"/>'
-    return f'<svg class="swatch" viewBox="0 0 24 10" aria-hidden="true">{line}{dot}</svg>'
 
 
 def _describe(chart: Chart, series: Sequence[Series]) -> str:

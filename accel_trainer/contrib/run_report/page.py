@@ -1,29 +1,38 @@
-"""One self-contained HTML page of a run, or of several beside each other. It runs no script and loads nothing."""
+"""One self-contained HTML page of a run, or of several beside each other, and `accel-trainer report`, which writes it.
+
+A page runs no script and loads nothing. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from accel_trainer.contrib.run_report.charts import Chart, Series, draw_chart, draw_shares, format_number
+from accel_trainer.checkpoint.disk import as_corrupt
+from accel_trainer.contrib.run_report.charts import Chart, Series, draw_chart, draw_legend, draw_shares, format_number
 from accel_trainer.contrib.run_report.recorded_run import (
     DATA_ID,
     GRAD_NORM,
     LEARNING_RATE,
     MEMORY,
+    PAGE_NAME,
     THROUGHPUT,
     TRAIN_LOSS,
     Option,
     RecordedRun,
+    read_run,
 )
+from accel_trainer.errors import ConfigError
+from accel_trainer.launch.cli import command_parser
 
-_NOT_MEASURED = "not measured"
 _ABSENT = "\u2013"
 _MAX_METRIC_CHARTS = 8
 
@@ -95,18 +104,10 @@ def describe_bytes(num_bytes: float) -> str:
 def build_page(runs: Sequence[RecordedRun]) -> str:
     """Return the page of one run, or of several with the options that tell them apart."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
-    body = "".join(
-        (
-            _head(runs, title),
-            _tiles(runs[0]) if len(runs) == 1 else "",
-            _charts(runs),
-            _time(runs),
-            _figures_table(runs) if len(runs) > 1 else "",
-            _setup(runs),
-            _differences(runs) if len(runs) > 1 else "",
-            _configuration(runs),
-        )
-    )
+    is_one, setups = len(runs) == 1, [dict(run.setup) for run in runs]
+    body = [_head(runs, title), _tiles(runs[0]) if is_one else "", _charts(runs), _time(runs)]
+    body += [] if is_one else [_by_label("Final figures", "figure", runs, [_figure_rows(run) for run in runs])]
+    body += [_by_label("Run", "", runs, setups), "" if is_one else _differences(runs), _configuration(runs)]
     # "<" would let a name that holds "</script>" end the element.
     data = json.dumps({"runs": [run.to_plain() for run in runs]}).replace("<", "\\u003c")
     return (
@@ -114,7 +115,8 @@ def build_page(runs: Sequence[RecordedRun]) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
         f'content="light dark"><title>{escape(title)}</title><style>{_STYLE}{_COLOURS}</style></head>\n'
-        f'<body><main>\n{body}\n</main>\n<script type="application/json" id="{DATA_ID}">{data}</script></body></html>\n'
+        f"<body><main>\n{''.join(body)}\n</main>\n"
+        f'<script type="application/json" id="{DATA_ID}">{data}</script></body></html>\n'
     )
 
 
@@ -147,12 +149,8 @@ def _section(heading: str, content: str) -> str:
 
 def _head(runs: Sequence[RecordedRun], title: str) -> str:
     if len(runs) > 1:
-        names = "".join(
-            f'<li><svg class="swatch" viewBox="0 0 24 10" aria-hidden="true"><path class="line c{index % 7}" '
-            f'd="M1 5H23"/></svg>{escape(run.name)}</li>'
-            for index, run in enumerate(runs)
-        )
-        return f'<header><h1>{escape(title)}</h1><ul class="legend">{names}</ul></header>\n'
+        legend = draw_legend(Series(run.name, (), colour) for colour, run in enumerate(runs))
+        return f"<header><h1>{escape(title)}</h1>{legend}</header>\n"
     (run,) = runs
     facts = dict(run.setup)
     shown = [facts[label] for label in ("Model", "Strategy", "Precision") if label in facts]
@@ -209,8 +207,7 @@ def _figure_rows(run: RecordedRun) -> dict[str, str]:
 
 def _describe_updates(figures: Mapping[str, Any]) -> str:
     of, epoch = figures.get("max_steps"), figures.get("epoch")
-    more = [f"of {of:,}"] if of else []
-    more += [f"{format_number(epoch)} epochs"] if epoch else []
+    more = ([f"of {of:,}"] if of else []) + ([f"{format_number(epoch)} epochs"] if epoch else [])
     return f"{figures['updates']:,}" + (f" ({', '.join(more)})" if more else "")
 
 
@@ -271,8 +268,6 @@ def _not_finite(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
 
 def _time(runs: Sequence[RecordedRun]) -> str:
     measured = [run for run in runs if run.seconds.get("total")]
-    if not measured:
-        return ""
     names = dict.fromkeys(name for run in measured for name in run.seconds if name != "total")
     phases = [name for name in names if any(run.seconds.get(name, 0.0) != 0.0 for run in measured)]
     note = (
@@ -280,11 +275,11 @@ def _time(runs: Sequence[RecordedRun]) -> str:
         "Exposed communication is the time for which updates waited for gradients, or for counts, of other ranks.</p>"
     )
     content = f"{_time_bars(measured, phases)}{_time_table(measured, phases)}{note}"
-    return _section("Time", f'<div class="card">{content}</div>')
+    return _section("Time", f'<div class="card">{content}</div>' if measured else "")
 
 
 def _time_bars(runs: Sequence[RecordedRun], phases: Sequence[str]) -> str:
-    longest = max(run.seconds["total"] or 0.0 for run in runs)
+    longest = max((run.seconds["total"] or 0.0 for run in runs), default=0.0)
     bars = []
     for run in runs:
         shares = [(name, run.seconds.get(name) or 0.0) for name in phases]
@@ -312,67 +307,54 @@ def _time_table(runs: Sequence[RecordedRun], phases: Sequence[str]) -> str:
 def _share(run: RecordedRun, name: str) -> str:
     value, total = run.seconds.get(name), run.seconds["total"] or 0.0
     if value is None:
-        return f'<span class="soft">{_NOT_MEASURED}</span>'
+        return '<span class="soft">not measured</span>'
     return escape(describe_seconds(value)) + (f" · {100 * value / total:.1f}%" if name != "total" and total else "")
 
 
-def _figures_table(runs: Sequence[RecordedRun]) -> str:
-    columns = [_figure_rows(run) for run in runs]
-    labels = list(dict.fromkeys(label for column in columns for label in column))
-    return _section("Final figures", _table(["figure", *(run.name for run in runs)], _rows(labels, columns)))
-
-
-def _rows(labels: Sequence[str], columns: Sequence[dict[str, str]]) -> str:
-    return "".join(
-        f'<tr><th scope="row">{escape(label)}</th>'
-        + "".join(f"<td>{escape(column[label]) if label in column else _ABSENT}</td>" for column in columns)
-        + "</tr>"
+def _by_label(heading: str, first: str, runs: Sequence[RecordedRun], columns: Sequence[Mapping[str, str]]) -> str:
+    """Return a section with a column of texts for each run, and a row for each label that one of them has."""
+    labels = dict.fromkeys(label for column in columns for label in column)
+    rows = [
+        (escape(label), *(escape(column[label]) if label in column else _ABSENT for column in columns))
         for label in labels
-    )
+    ]
+    head = [first, *(run.name for run in runs)] if len(runs) > 1 else []
+    return _section(heading, _table(head, rows) if rows else "")
 
 
-def _table(head: Sequence[str], rows: str) -> str:
+def _table(head: Sequence[str], rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a table of cells in HTML below a head in plain text, or none."""
     cells = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
-    top = f"<thead><tr>{cells}</tr></thead>" if any(head) else ""
-    return f'<div class="card scroll"><table>{top}<tbody>{rows}</tbody></table></div>'
-
-
-def _setup(runs: Sequence[RecordedRun]) -> str:
-    columns = [dict(run.setup) for run in runs]
-    labels = list(dict.fromkeys(label for column in columns for label in column))
-    if not labels:
-        return ""
-    return _section(
-        "Run", _table(["", *(run.name for run in runs)] if len(runs) > 1 else ["", ""], _rows(labels, columns))
+    top = f"<thead><tr>{cells}</tr></thead>" if head else ""
+    body = "".join(
+        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>'
+        for first, *others in rows
     )
+    return f'<div class="card scroll"><table>{top}<tbody>{body}</tbody></table></div>'
 
 
 def _cell(option: Option | None) -> str:
     if option is None:
-        return f"<td>{_ABSENT}</td>"
+        return _ABSENT
     source = f"<small>{escape(option.source)}</small>" if option.source and option.source != "default" else ""
-    return f"<td><code>{escape(option.value)}</code>{source}</td>"
-
-
-def _differences(runs: Sequence[RecordedRun]) -> str:
-    known = [run for run in runs if run.options]
-    if not known:
-        return _section("Different options", '<p class="soft">These runs have recorded no configuration.</p>')
-    differing = _differing_options(known)
-    if not differing:
-        return _section("Different options", '<p class="soft">All options that are recorded are the same.</p>')
-    rows = "".join(
-        f'<tr><th scope="row"><code>{escape(name)}</code></th>'
-        + "".join(_cell(run.options.get(name)) for run in runs)
-        + "</tr>"
-        for name in differing
-    )
-    return _section("Different options", _table(["option", *(run.name for run in runs)], rows))
+    return f"<code>{escape(option.value)}</code>{source}"
 
 
 def _differing_options(runs: Sequence[RecordedRun]) -> list[str]:
     names = dict.fromkeys(name for run in runs for name in run.options)
     return [name for name in names if len({run.options.get(name, Option("")).value for run in runs}) > 1]
+
+
+def _differences(runs: Sequence[RecordedRun]) -> str:
+    known = [run for run in runs if run.options]
+    differing = _differing_options(known)
+    if differing:
+        rows = [(f"<code>{escape(name)}</code>", *(_cell(run.options.get(name)) for run in runs)) for name in differing]
+        content = _table(["option", *(run.name for run in runs)], rows)
+    else:
+        text = "All options that are recorded are the same." if known else "These runs have recorded no configuration."
+        content = f'<p class="soft">{text}</p>'
+    return _section("Different options", content)
 
 
 def _configuration(runs: Sequence[RecordedRun]) -> str:
@@ -392,10 +374,54 @@ def _configuration(runs: Sequence[RecordedRun]) -> str:
     return _section("Configuration", joined)
 
 
-def _options_table(options: dict[str, Option]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row"><code>{escape(name)}</code></th><td><code>{escape(option.value)}</code></td>'
-        f"<td>{escape(option.source)}</td></tr>"
+def _options_table(options: Mapping[str, Option]) -> str:
+    rows = (
+        (f"<code>{escape(name)}</code>", f"<code>{escape(option.value)}</code>", escape(option.source))
         for name, option in options.items()
     )
     return _table(["option", "value", "set by"], rows)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def run_report(words: Sequence[str]) -> int:
+    """Run `accel-trainer report` and return its exit code."""
+    arguments = report_parser().parse_args(words)
+    paths: list[Path] = arguments.runs
+    runs = [_read(path) for path in paths]
+    counts = Counter(run.name for run in runs)
+    for run, path in zip(runs, paths, strict=True):
+        if counts[run.name] > 1:
+            run.name = f"{run.name} ({path})"
+    page = arguments.output or (Path() if len(paths) > 1 else paths[0] if paths[0].is_dir() else paths[0].parent)
+    if page.is_dir():
+        page = page / PAGE_NAME
+    try:
+        write_page(page, runs)
+    except OSError as error:
+        raise ConfigError(f"{page} cannot be written ({error.strerror or error}); name another --output") from error
+    print(page)
+    return 0
+
+
+def report_parser() -> argparse.ArgumentParser:
+    """Return the parser of `accel-trainer report`."""
+    parser = command_parser(
+        "report",
+        "Write a page with the curves, the final figures and the configuration of a run of the Trainer, or of several "
+        "runs beside each other.",
+    )
+    text = "the output_dir of a run, a checkpoint-N in it, a trainer_state.json, or the page of one run"
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=text)
+    text = f"the page; default: {PAGE_NAME} in the directory of the run, or here for several"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
+    return parser
+
+
+def _read(path: Path) -> RecordedRun:
+    """Return a run whose page can be made, whoever has written its files."""
+    with as_corrupt(path):
+        run = read_run(path)
+        build_page([run])
+    return run

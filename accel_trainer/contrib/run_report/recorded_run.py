@@ -83,7 +83,7 @@ def build_run(name: str, state: Mapping[str, Any], record: Mapping[str, Any]) ->
     )
     for entry in history:
         for key, value in entry.items():
-            if _is_curve(key, value) and "step" in entry:
+            if "step" in entry and _is_curve(key, value):
                 _add(run, key, entry["step"], value)
     for step, throughput, memory in record.get("points", ()):
         if step <= run.update:
@@ -117,8 +117,7 @@ def _figures(
     """Return the figures of the end, or of the last that is known, by the names under which they are logged."""
     figures: dict[str, Any] = {"updates": state.get("global_step"), "max_steps": state.get("max_steps")}
     for entry in history:
-        kept = {k: v for k, v in entry.items() if k not in ("step", LEARNING_RATE) and isinstance(v, int | float)}
-        figures |= kept
+        figures |= {k: v for k, v in entry.items() if k not in ("step", LEARNING_RATE) and isinstance(v, int | float)}
     if state.get("best_metric") is not None:
         figures |= {"best_metric": state["best_metric"], "best_global_step": state.get("best_global_step")}
     return figures | dict(recorded)

@@ -175,11 +175,9 @@ def fill_sharded_model(
             materialize(target)
         with torch.no_grad():
             local_tensor(target).copy_(full[local_box(target).within(Box.full(target.shape))])
-    if values.empty:
-        _refuse_until_loaded(model)
+    if not values.empty:
+        return
 
-
-def _refuse_until_loaded(model: nn.Module) -> None:
     def check(module: nn.Module, args: Any) -> None:
         empty = [name for name, tensor in _named(module).items() if tensor.is_meta]
         if empty:

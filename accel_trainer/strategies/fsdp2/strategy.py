@@ -29,7 +29,7 @@ from accel_trainer.checkpoint.shards import local_tensor
 from accel_trainer.checkpoint.weights.weight_files import USERS_CLASS
 from accel_trainer.config import CompileConfig, FSDPConfig, Resolved
 from accel_trainer.errors import ConfigError
-from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast, apply_float8
+from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast, apply_float8, keep_scales
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import tree_leaves
 from accel_trainer.runtime.transport import backend_takes_cpu
@@ -57,12 +57,10 @@ from accel_trainer.strategies.fsdp2.wrapping import (
     units_below_root,
     warn_of_one_unit,
 )
-from accel_trainer.strategies.parallel.loss_parallel import shard_loss
 from accel_trainer.strategies.parallel.meshes import Meshes
 from accel_trainer.strategies.parallel.sequence_parallel import shard_sequences
-from accel_trainer.strategies.parallel.tensor_parallel import draw_apart, shard_layers
-from accel_trainer.strategies.quantized import keep_scales
-from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place, with_optimizers
+from accel_trainer.strategies.parallel.tensor_parallel import draw_apart, shard_layers, shard_loss
+from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place
 from accel_trainer.tree import leaves
 
 logger = logging.get_logger(__name__)
@@ -72,25 +70,21 @@ def _upcast_trainable(model: nn.Module) -> None:
     """Keep master weights in fp32 under mixed precision, and log how many were not."""
     lower = [p for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.dtype != torch.float32]
     if lower:
-        logger.info(
-            "mixed precision keeps fp32 master weights: %d trainable parameter(s) of %s are upcast from %s",
-            len(lower),
-            type(model).__name__,
-            lower[0].dtype,
-        )
+        what = "mixed precision keeps fp32 master weights: %d trainable parameter(s) of %s are upcast from %s"
+        logger.info(what, len(lower), type(model).__name__, lower[0].dtype)
         for parameter in lower:
             parameter.data = parameter.data.to(torch.float32)
 
 
-def _tied_names(model: nn.Module) -> list[tuple[str, ...]]:
+def _tied_names(model: nn.Module) -> list[list[str]]:
     """Return the groups of names that share one parameter."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
-    return [tuple(names) for names in groups.values() if len(names) > 1]
+    return [names for names in groups.values() if len(names) > 1]
 
 
-def _check_tied(model: nn.Module, groups: list[tuple[str, ...]]) -> None:
+def _check_tied(model: nn.Module, groups: list[list[str]]) -> None:
     named = dict(model.named_parameters(remove_duplicate=False))
     for names in groups:
         if len({id(named[name]) for name in names}) != 1:
@@ -109,9 +103,8 @@ def choose_regions(model: nn.Module, config: CompileConfig, layers: Sequence[nn.
         logger.warning(
             "%s is compiled as a whole, and FSDP2 gathers its units by hooks: the graph breaks at each of the %d. "
             "compile.regional=true compiles the members of a ModuleList one by one",
-            type(model).__name__,
-            len(layers),
-        )
+            type(model).__name__, len(layers),
+        )  # fmt: skip
     return config
 
 
@@ -194,10 +187,10 @@ class FSDP2Strategy(BaseStrategy):
             _warn_of_unused_options(job, precision)
             if "generate" not in vars(model):  # the user's own, or that of an earlier prepare
                 _gather_in_generate(model)
-            return with_optimizers(FSDP2Unit(model, (), job.loss_scale), job)
+            return FSDP2Unit(model, (), job.loss_scale).with_optimizers(job)
         if next(model.parameters(), None) is None:  # a loss, say: nothing to shard
             place(model, job, process)
-            return with_optimizers(NativeUnit(model, model, job.loss_scale), job)
+            return NativeUnit(model, model, job.loss_scale).with_optimizers(job)
         if job.wrap_policy is None:
             warn_of_one_unit(model, selection.layers, job.resolved)
         # fully_shard takes memory that is in the order of rows only; it would refuse in the middle of the model.
@@ -208,7 +201,10 @@ class FSDP2Strategy(BaseStrategy):
         # Before the comparison of values: all that follows sees the parameters in the dtype that they are trained in.
         if precision.compute is not None:
             _upcast_trainable(model)
-        selection = _apply_float8(job, selection, precision, process)
+        if precision.float8 is not None:
+            # torchao replaces modules: the units that were selected may hold layers that are no longer in the model.
+            apply_float8(model, precision, shards=True)
+            selection = select_modules(job, precision, process)
         # Collectives from here on. Before sharding: each rank would cut its shards out of a model of its own.
         values = compare_values(model, process, may_await=config.cpu_ram_efficient_loading)
         broadcast_differing(model, values, process.device)
@@ -233,7 +229,7 @@ class FSDP2Strategy(BaseStrategy):
         exchange_full_state(model, process)
         share_buffers_in_evaluation(model, model, process.device)
         refuse_copies(model)
-        return with_optimizers(FSDP2Unit(root, originals, job.loss_scale), job)
+        return FSDP2Unit(root, originals, job.loss_scale).with_optimizers(job)
 
     def _shard_layers(self, job: TrainJob, selection: Selection, process: ProcessContext) -> None:
         """Give each rank its part of layers that are never gathered, and of sequences. Collective for a new mesh."""
@@ -319,17 +315,6 @@ def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -
     return selection
 
 
-def _apply_float8(
-    job: TrainJob, selection: Selection, precision: PrecisionPolicy, process: ProcessContext
-) -> Selection:
-    """Let linear layers compute in fp8, and return the selection with those that took the place of others."""
-    if precision.float8 is None:
-        return selection
-    # torchao replaces modules: the units that were selected may hold layers that are no longer in the model.
-    apply_float8(job.model, precision, shards=True)
-    return select_modules(job, precision, process)
-
-
 def _warn_of_unused_options(job: TrainJob, precision: PrecisionPolicy) -> None:
     """Name the options that are without effect on a model that the user has sharded."""
     config, default = job.config.fsdp, FSDPConfig()
@@ -338,11 +323,8 @@ def _warn_of_unused_options(job: TrainJob, precision: PrecisionPolicy) -> None:
     left_out += ["mixed_precision"] if precision.compute is not None else []
     left_out += ["compile.backend"] if job.config.compile.backend != "no" else []
     if left_out:
-        logger.warning(
-            "%s is sharded already and is taken as it is, without: %s",
-            type(job.model).__name__,
-            ", ".join(job.resolved.describe(name) for name in left_out),
-        )
+        described = ", ".join(map(job.resolved.describe, left_out))
+        logger.warning("%s is sharded already and is taken as it is, without: %s", type(job.model).__name__, described)
 
 
 def _set_prefetch(model: nn.Module, blocks: Sequence[nn.Module], config: FSDPConfig) -> None:

@@ -21,22 +21,21 @@ from torch.optim import Optimizer
 from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.checkpoint.shards import local_box, local_tensor, wrap_local_like
 from accel_trainer.errors import ConfigError
+from accel_trainer.precision import convert_to_fp32
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients
-from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.optimizers import check_kind, parameters_of
 from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
 from accel_trainer.strategies.parameter_state.torch_io import TensorShards, TorchCheckpointIO
 from accel_trainer.strategies.single import NativeUnit
 
-Originals = Sequence[tuple[str, "weakref.ref[nn.Parameter]"]]
-"""The parameters that sharding has replaced, by name, as long as somebody still holds them."""
-
-_HALF = (torch.float16, torch.bfloat16)
-# Without a bound, the updates of all parameters would be in memory at once, as much as another copy of the shards.
 _MAX_CHUNK_NUMEL = 2**26
-"""Elements of a rank's shards that are updated together: their updates are in memory at once, 256 MB in fp32."""
+"""Elements of a rank's shards that are updated together: their updates are in memory at once, 256 MB in fp32.
+
+Without a bound it would be another copy of all shards.
+"""
 
 _prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -44,7 +43,13 @@ _prepared: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 class FSDP2Unit(NativeUnit):
     """A module whose parameters, gradients and optimizer state are sharded over the ranks."""
 
-    def __init__(self, module: FSDPModule, originals: Originals, loss_scale: LossScale | None = None) -> None:
+    def __init__(
+        self,
+        module: FSDPModule,
+        originals: Sequence[tuple[str, weakref.ref[nn.Parameter]]],
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        """Take a sharded model, and the parameters that sharding has replaced, as long as somebody holds them."""
         super().__init__(module, module, loss_scale)  # type: ignore[arg-type]
         self._root = module
         self._originals = originals
@@ -148,9 +153,10 @@ _UNSUPPORTED_ON_CPU = {
 
 def check_optimizer_can_shard(optimizer: Optimizer, *, in_parts: bool) -> None:
     """Refuse a kind of optimizer that cannot update shards, or those of ranks that compute `in_parts`."""
-    check_kind(optimizer, {**_UNSUPPORTED, **(_UNSUPPORTED_IN_PARTS if in_parts else {})}, "fsdp2")
+    unsupported = _UNSUPPORTED | _UNSUPPORTED_IN_PARTS if in_parts else _UNSUPPORTED
     if all(parameter.device.type == "cpu" for parameter in parameters_of(optimizer)):
-        check_kind(optimizer, _UNSUPPORTED_ON_CPU, "fsdp2")
+        unsupported = unsupported | _UNSUPPORTED_ON_CPU
+    check_kind(optimizer, unsupported, "fsdp2")
 
 
 def check_optimizer_is_new(optimizer: Optimizer, known: Mapping[int, nn.Parameter]) -> None:
@@ -212,12 +218,6 @@ class UnshardedGradients:
             foreach_copy_(gradients, [s.view_as(g) for s, g in zip(slices, gradients, strict=True)])
 
 
-def _gathered_parameters(unit: FSDPModule, prefix: str, sharded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the parameters that a unit has in place of sharded ones, by the model's names for them."""
-    layer: nn.Module = unit  # type: ignore[assignment]  # the mixin does not say that it is one
-    return {name: p for name, p in layer.named_parameters(prefix) if p is not sharded.get(name, p)}
-
-
 def _average(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Average a tensor over the ranks that read different data, in place, and return it. Collective.
 
@@ -230,6 +230,12 @@ def _average(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
         dist.all_reduce(tensor, group=group)
         num_readers *= dist.get_world_size(group)
     return tensor.div_(num_readers)
+
+
+def _gathered_parameters(unit: FSDPModule, prefix: str, sharded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the parameters that a unit has in place of sharded ones, by the model's names for them."""
+    layer: nn.Module = unit  # type: ignore[assignment]  # the mixin does not say that it is one
+    return {name: p for name, p in layer.named_parameters(prefix) if p is not sharded.get(name, p)}
 
 
 def _average_over_ranks(
@@ -267,14 +273,14 @@ def _average_over_ranks(
     return means
 
 
+_PARTS = frozenset(("tp", "ep"))
+"""Axes whose ranks compute with parts of a layer that are never gathered."""
+
+
 def _common_mesh(parameters: Iterable[Tensor]) -> DeviceMesh | None:
     """Return the mesh of all sharded parameters but experts."""
     meshes = (p.device_mesh for p in parameters if isinstance(p, DTensor))
     return next((mesh for mesh in meshes if "ep" not in (mesh.mesh_dim_names or ())), None)
-
-
-_PARTS = frozenset(("tp", "ep"))
-"""Axes whose ranks compute with parts of a layer that are never gathered."""
 
 
 def _groups_of_readers(mesh: DeviceMesh | None) -> list[dist.ProcessGroup | None]:
@@ -341,38 +347,40 @@ def update_by_shards(optimizer: Optimizer) -> None:
     # In a hook before the step, which finds no gradients then: schedulers may have wrapped the method already.
     step = inspect.unwrap(type(optimizer).step)
     is_adafactor = (step.__module__, step.__qualname__) == ("transformers.optimization", "Adafactor.step")
-    if is_adafactor and optimizer not in _prepared:
-        _prepared.add(optimizer)
-        hooks = _StepHooks()
-        optimizer.register_step_pre_hook(hooks.before)
-        optimizer.register_step_post_hook(hooks.after)
+    if not is_adafactor or optimizer in _prepared:
+        return
+    _prepared.add(optimizer)
+    hidden: list[tuple[Tensor, Tensor]] = []
 
-
-class _StepHooks:
-    def __init__(self) -> None:
-        self._gradients: list[tuple[Tensor, Tensor]] = []
-
-    @torch.no_grad()
-    def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Update the sharded parameters, and hide their gradients from the step itself."""
+    def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1 or kwargs:  # the first is the optimizer
             raise ConfigError(
                 "step(closure) of Adafactor was called on sharded parameters, whose update comes before the closure "
                 "would run; call backward() and then step()"
             )
-        for group in optimizer.param_groups:
-            sharded = [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]
-            for chunk in _chunks(sharded):
-                _update([_Update(optimizer, group, parameter) for parameter in chunk])
-            self._gradients += [(p, p.grad) for p in sharded if p.grad is not None]
-        for parameter, _ in self._gradients:
-            parameter.grad = None
+        hidden[:] = _step_shards(optimizer)
 
-    def after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Show the gradients again."""
-        for parameter, gradient in self._gradients:
+    def after(*_: Any) -> None:
+        for parameter, gradient in hidden:
             parameter.grad = gradient
-        self._gradients.clear()
+        hidden.clear()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+@torch.no_grad()
+def _step_shards(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
+    """Update the sharded parameters, hide their gradients from the step itself, and return both."""
+    hidden: list[tuple[Tensor, Tensor]] = []
+    for group in optimizer.param_groups:
+        sharded = [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]
+        for chunk in _chunks(sharded):
+            _update([_Update(optimizer, group, parameter) for parameter in chunk])
+        hidden += [(p, p.grad) for p in sharded if p.grad is not None]
+    for parameter, _ in hidden:
+        parameter.grad = None
+    return hidden
 
 
 def _chunks(parameters: Iterable[DTensor]) -> Iterator[list[DTensor]]:
@@ -426,10 +434,9 @@ class _Update:
         self.optimizer, self.group, self.parameter = optimizer, group, parameter
         self.state: dict[str, Any] = optimizer.state[parameter]
         self.local = local_tensor(parameter)
-        self.value = self.local.float() if self.local.dtype in _HALF else self.local
+        self.value = convert_to_fp32(self.local)
         assert parameter.grad is not None
-        gradient = local_tensor(parameter.grad)
-        self.gradient = gradient.float() if gradient.dtype in _HALF else gradient
+        self.gradient = convert_to_fp32(local_tensor(parameter.grad))
         self.is_factored = parameter.ndim >= 2
         self.state["step"] = self.state.get("step", 0) + 1
         self.decay = 1.0 - math.pow(self.state["step"], group["decay_rate"])

@@ -15,17 +15,15 @@ from accel_trainer import logging
 from accel_trainer.config import Resolved, WrapPolicy
 from accel_trainer.config.parallel import given_plan
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.precision import PrecisionPolicy
+from accel_trainer.precision import PrecisionPolicy, refuse_8bit_shards
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import TrainJob, WrapPolicyFunction
-from accel_trainer.strategies.parallel.loss_parallel import check_loss
 from accel_trainer.strategies.parallel.meshes import sizes_of
 from accel_trainer.strategies.parallel.plans import Plan, plan_experts, plan_layers
 from accel_trainer.strategies.parallel.sequence_parallel import find_language_model
-from accel_trainer.strategies.quantized import refuse_8bit_shards
+from accel_trainer.strategies.parallel.tensor_parallel import check_loss
 
 logger = logging.get_logger(__name__)
-
 
 _MIN_OUTER_NUMEL = 10_000_000
 """Parameters from which an embedding or a head is a unit: 20 MB in bf16. Less is not worth a collective of its own."""
@@ -59,7 +57,12 @@ class Selection(NamedTuple):
 def select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> Selection:
     """Select the model's units of sharding, and its unsharded modules and parameters. Changes nothing."""
     model = job.model
-    _require_autocast(precision)
+    if precision.compute is not None and not precision.autocast_enabled:
+        raise ConfigError(
+            "AutocastKwargs(enabled=False) was given, and FSDP2 has no autocast to switch off: it gathers parameters "
+            f"in {precision.compute}; use mixed_precision='no', or switch autocast off where the loss is computed with "
+            "accelerator.autocast(AutocastKwargs(enabled=False))"
+        )
     if next(model.parameters(), None) is None:
         return Selection()
     layers = find_blocks(model, job.resolved, job.wrap_policy)
@@ -95,15 +98,6 @@ def _with_plans(selection: Selection, job: TrainJob, process: ProcessContext) ->
         language_model = find_language_model(model, parallel.sequence_size, origin, sizes.tp, ring_device)
         selection = selection._replace(language_model=language_model)
     return selection
-
-
-def _require_autocast(precision: PrecisionPolicy) -> None:
-    if precision.compute is not None and not precision.autocast_enabled:
-        raise ConfigError(
-            "AutocastKwargs(enabled=False) was given, and FSDP2 has no autocast to switch off: it gathers parameters "
-            f"in {precision.compute}; use mixed_precision='no', or switch autocast off where the loss is computed with "
-            "accelerator.autocast(AutocastKwargs(enabled=False))"
-        )
 
 
 def _check_combination(job: TrainJob, layers: Sequence[nn.Module], unsharded: Set[nn.Parameter]) -> None:
@@ -233,9 +227,8 @@ def drop_tied_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.M
         if all(users[id(parameter)] <= inside for parameter in block.parameters()):
             kept.append(block)
         else:
-            logger.info(
-                "%s shares a parameter with another module and is sharded with its parent", type(block).__name__
-            )
+            what = "%s shares a parameter with another module and is sharded with its parent"
+            logger.info(what, type(block).__name__)
     return kept
 
 

@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.torch_private import RingAttention, has_attention_kernels
+from accel_trainer.strategies.parallel.tensor_parallel import apply_collective, drops_out
 
 _PREFIX = "sharded_"
 """Of the names under which transformers finds attention over sharded sequences; its own name follows."""
@@ -94,6 +95,9 @@ class _Sequence(NamedTuple):
     """Which of the documents that a row was packed from each token is of (B, L); None where rows are one document."""
 
 
+_Given = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values."""
+
 _current: ContextVar[_Sequence | None] = ContextVar("sequence", default=None)
 """The sequences of the forward that runs, for masks: they are made once for all layers, from shapes alone."""
 
@@ -135,7 +139,8 @@ def find_language_model(
 
 
 def _reason_against(model: Any, size: int, num_parts: int) -> str | None:
-    heads, names = getattr(model.config, "num_attention_heads", None), _parameters_of(model)
+    heads = getattr(model.config, "num_attention_heads", None)
+    names = inspect.signature(type(model).forward).parameters
     if isinstance(heads, int) and heads % (size * num_parts):  # where layers differ, attention looks itself
         sizes = f"sp_size={size}" if num_parts == 1 else f"sp_size={size} x tp_size={num_parts}"
         return f"has num_attention_heads={heads}, which {sizes} does not divide; use sizes that do"
@@ -146,7 +151,7 @@ def _reason_against(model: Any, size: int, num_parts: int) -> str | None:
     for module in model.modules():
         if getattr(module, "sinks", None) is not None:
             return f"has sinks in {type(module).__name__}, one for each head of the whole sequence; {_WAY_OUT}"
-        if isinstance(module, nn.Embedding) and "attention_mask" in _parameters_of(module):
+        if isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(type(module).forward).parameters:
             return f"has a {type(module).__name__}, which takes positions from the mask of a slice; {_WAY_OUT}"
     return _mixing(model.config)
 
@@ -173,10 +178,6 @@ def _reason_against_ring(config: Any, size: int, device: torch.device) -> str | 
         f"{reason}, and ring attention is causal SDPA to all tokens, without dropout; change that, use sp_size, or "
         f"{_WAY_OUT}"
     )
-
-
-def _parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(type(module).forward).parameters
 
 
 def _mixing(config: Any) -> str | None:
@@ -255,18 +256,14 @@ def _attend(
             )
         output: tuple[Tensor, Any] = attend(module, query, key, value, attention_mask, **options)
         return output
+    given = query, key, value
     if sharded_sequence.slices.comm_strategy is not None:
-        return _attend_in_ring(module, (query, key, value), attention_mask, sharded_sequence.slices, options), None
-    return _attend_to_all(attend, module, (query, key, value), attention_mask, sharded_sequence, options)
+        return _attend_in_ring(module, given, attention_mask, sharded_sequence.slices, options), None
+    return _attend_to_all(attend, module, given, attention_mask, sharded_sequence, options)
 
 
 def _attend_to_all(
-    attend: Callable[..., Any],
-    module: Any,
-    given: tuple[Tensor, Tensor, Tensor],
-    attention_mask: Any,
-    sequence: _Sequence,
-    options: dict[str, Any],
+    attend: Callable[..., Any], module: Any, given: _Given, mask: Any, sequence: _Sequence, options: dict[str, Any]
 ) -> tuple[Tensor, Any]:
     name, group, length = type(module).__name__, sequence.slices.group, sequence.length
     size, heads, own_heads = dist.get_world_size(group), given[0].shape[1], given[1].shape[1]
@@ -275,35 +272,29 @@ def _attend_to_all(
             f"{name} has {heads} heads and {own_heads} of keys, which sp_size={size} does not divide; use a size that "
             "does"
         )
-    if isinstance(attention_mask, Tensor) and attention_mask.shape[-1] != length:
-        raise ConfigError(f"{name} is given a mask of {tuple(attention_mask.shape)} for {length} tokens; {_WAY_OUT}")
+    if isinstance(mask, Tensor) and mask.shape[-1] != length:
+        raise ConfigError(f"{name} is given a mask of {tuple(mask.shape)} for {length} tokens; {_WAY_OUT}")
     # Heads of keys that are fewer than ranks, or do not divide by them, are on several ranks.
     copies = math.lcm(own_heads, size) // own_heads
     copied = (given[0], *(x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in given[1:]))
-    whole = [_AllToAll.apply(x, 1, 2, group)[:, :, :length] for x in copied]
+    whole = [_swap(x, 1, 2, group)[:, :, :length] for x in copied]
     if options.get("position_ids") is not None:
         options["position_ids"] = sequence.positions
     groups = getattr(module, "num_key_value_groups", 1)
     if copies > 1:
         module.num_key_value_groups = groups // copies
     try:
-        attended, _ = attend(module, *whole, attention_mask, **options)
+        attended, _ = attend(module, *whole, mask, **options)
     finally:
         if copies > 1:
             module.num_key_value_groups = groups
     attended = nn.functional.pad(attended, (0, 0, 0, 0, 0, -length % size))
-    return _AllToAll.apply(attended, 1, 2, group), None
+    return _swap(attended, 1, 2, group), None
 
 
 @torch.compiler.disable
-def _attend_in_ring(
-    module: Any,
-    given: tuple[Tensor, Tensor, Tensor],
-    attention_mask: Any,
-    slices: _Slices,
-    options: Mapping[str, Any],
-) -> Tensor:
-    _check_scores(module, attention_mask, options)
+def _attend_in_ring(module: Any, given: _Given, mask: Any, slices: _Slices, options: Mapping[str, Any]) -> Tensor:
+    _check_scores(module, mask, options)
     query, _, value = given
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
@@ -368,21 +359,13 @@ def _make_mask(inner: str, **options: Any) -> Any:
     return make(**options)
 
 
-class _AllToAll(torch.autograd.Function):
-    """This rank's share of one dimension, for all of another of which it had a share; backwards, the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shared: int, whole: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.shared, ctx.whole, ctx.group = shared, whole, group
-        return _exchange(x, shared, whole, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(gradient, ctx.whole, ctx.shared, ctx.group), None, None, None
+def _swap(x: Tensor, shared: int, whole: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's share of one dimension, for all of another; backwards, the other way."""
+    there, back = partial(_exchange, shared=shared, whole=whole), partial(_exchange, shared=whole, whole=shared)
+    return apply_collective(x, group, there, back)
 
 
-def _exchange(x: Tensor, shared: int, whole: int, group: dist.ProcessGroup) -> Tensor:
+def _exchange(x: Tensor, group: dist.ProcessGroup, shared: int, whole: int) -> Tensor:
     parts = torch.stack(x.detach().chunk(dist.get_world_size(group), shared))
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
@@ -399,7 +382,7 @@ class _SequenceForward:
         self.model: Any = model
         self.slices, self.size, self.rank = _Slices(mesh.get_group(), comm_strategy), mesh.size(), mesh.get_local_rank()
         self.inner: Callable[..., Any] = model.__dict__.get("forward") or partial(type(model).forward, model)
-        self.has_dropout = any(map(_drops, model.modules()))
+        self.has_dropout = any(map(drops_out, model.modules()))
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -419,8 +402,8 @@ class _SequenceForward:
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse inputs of which it is not known where their tokens are."""
         name = type(self.model).__name__
-        others = [key for key, value in given.items() if isinstance(value, Tensor) and key not in _GIVEN]
-        others = [key for key in others if key != "num_items_in_batch"]
+        known = {*_GIVEN, "num_items_in_batch"}
+        others = [key for key, value in given.items() if isinstance(value, Tensor) and key not in known]
         if others:
             raise ConfigError(
                 f"{name} is given {', '.join(others)}, and sequence parallelism shares out "
@@ -498,9 +481,9 @@ class _SequenceForward:
             for name in _BY_TOKEN:
                 value = output.get(name)
                 if isinstance(value, Tensor):
-                    output[name] = _Join.apply(value, self.slices)[:, :length]
+                    output[name] = _join(value, self.slices)[:, :length]
                 elif value is not None:
-                    output[name] = tuple(_Join.apply(x, self.slices)[:, :length] for x in value)
+                    output[name] = tuple(_join(x, self.slices)[:, :length] for x in value)
         return output
 
     def _sum(self, loss: Tensor) -> Tensor:
@@ -531,14 +514,7 @@ def _check_causal(name: str, sequence: _Sequence, mask: Tensor | None, shifted: 
 def _counts_behind_padding(mask: Tensor, shifted: Tensor | None) -> Tensor:
     """Return which tokens, or labels of them, are behind a padded one, by row."""
     counts = mask if shifted is None else mask | (shifted != -100)
-    is_behind = (~mask).cumsum(1) > 0
-    return counts & is_behind
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether a module has a rate of dropout that is not 0."""
-    rates = [value for name, value in vars(module).items() if name == "p" or "dropout" in name]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    return counts & ((~mask).cumsum(1) > 0)
 
 
 class _Loss:
@@ -556,17 +532,13 @@ class _Loss:
         return self.function(logits, labels, *args, **options)
 
 
-class _Join(torch.autograd.Function):
-    """The tokens of all ranks; backwards, this rank's of the gradient, which is equal on all, times their number."""
+def _join(x: Tensor, slices: _Slices) -> Tensor:
+    """Return the tokens of all ranks; backwards, this rank's of the gradient, equal on all, times their number."""
+    size = dist.get_world_size(slices.group)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slices: _Slices) -> Tensor:
-        ctx.slices = slices
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(slices.group))]
-        dist.all_gather(parts, x.detach().contiguous(), group=slices.group)
+    def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(parts, x.detach().contiguous(), group=group)
         return slices.join(parts)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.slices.cut(gradient) * dist.get_world_size(ctx.slices.group), None
+    return apply_collective(x, slices.group, gather, lambda gradient, group: slices.cut(gradient) * size)

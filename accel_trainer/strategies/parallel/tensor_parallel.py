@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.rng import OwnDraws
 from accel_trainer.runtime.torch_private import is_fake, own_parameters, version_of
-from accel_trainer.strategies.parallel.plans import STYLES, Plan, Style, sharded_parameters
+from accel_trainer.strategies.parallel.plans import STYLES, Plan, Style, planned_model, sharded_parameters
 
 _Function = Callable[[Tensor, dist.ProcessGroup], Tensor]
 _MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -63,7 +63,7 @@ def draw_apart(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     own = OwnDraws(mesh.device_type, mesh.get_local_rank())
     layers = _layers(model, plan)
     parents = {where.rpartition(".")[0] for where, style in layers.items() if style == STYLES["colwise"]}
-    regions = {where for where in parents if any(map(_drops_out, model.get_submodule(where).modules()))}
+    regions = {where for where in parents if any(map(drops_out, model.get_submodule(where).modules()))}
     for where, style in layers.items():
         layer = model.get_submodule(where)
         if regions.isdisjoint(_above(where)):
@@ -108,8 +108,8 @@ def _above(where: str) -> Iterator[str]:
         yield where
 
 
-def _drops_out(module: nn.Module) -> bool:
-    """Whether a module has a rate of dropout above 0, by the names that rates have: itself, or its configuration."""
+def drops_out(module: nn.Module) -> bool:
+    """Return whether a module, or its configuration, has a rate of dropout above 0, by the names that rates have."""
     if "Dropout" in type(module).__name__ and getattr(module, "p", 0.0) > 0.0:
         return True
     config: Any = getattr(module, "config", None)
@@ -156,11 +156,9 @@ def _share_inputs(model: nn.Module, plan: Plan) -> dict[str, _SharedInputs]:
         if style.takes == "copy":
             layer = next(name for name in (where, *_above(where)) if name in layers)
             beside.setdefault(layer.rpartition(".")[0], []).append(where)
-    shared = {}
-    for parent, names in beside.items():
-        if len(names) > 1:
-            shared.update(dict.fromkeys(names, _SharedInputs(model.get_submodule(parent))))
-    return shared
+    several = {parent: names for parent, names in beside.items() if len(names) > 1}
+    made = {parent: _SharedInputs(model.get_submodule(parent)) for parent in several}
+    return {name: made[parent] for parent, names in several.items() for name in names}
 
 
 def _read(module: nn.Module, where: str, plan: Plan) -> list[nn.Module]:
@@ -240,12 +238,8 @@ class ShardedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output as the next one takes it. Collective, as its style says."""
         args, kwargs = self._take_inputs(args, kwargs)
-        calls: dict[str, Callable[..., Any]] = {
-            "ids": self._look_up,
-            "experts": self._ask_experts,
-            "exchange": self._exchange_tokens,
-        }
-        call = calls.get(self.style.takes, self.inner)
+        own = {"ids": self._look_up, "experts": self._ask_experts, "exchange": self._exchange_tokens}
+        call: Callable[..., Any] = own.get(self.style.takes, self.inner)
         read = [module for module in self.read if self._is_gathered(module)]
         held = [(registry, dict(registry)) for registry in map(own_parameters, (self.module, *read))]
         for registry, _ in held:
@@ -282,7 +276,7 @@ class ShardedForward:
         return args, kwargs
 
     def _give(self, output: Any) -> Any:
-        """Return this rank's output as the next module takes it: a shard, the sum over ranks, or all shards."""
+        """Return this rank's output as the next module takes it."""
         style = self.style
         if style.gives == "sum":
             return _sum(output, self.group)
@@ -345,7 +339,7 @@ class ShardedForward:
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         num_sent, num_received = _count_rows(sent, received, len(chosen))
-        rows = _Exchange.apply(hidden_states[order // num_choices], num_received, num_sent, self.group, float(size))
+        rows = _exchange_rows(hidden_states[order // num_choices], num_received, num_sent, self.group, float(size))
         # Rows arrive by rank, and within a rank by expert.
         own = torch.arange(number // size, device=chosen.device).repeat(size)
         own = own.repeat_interleave(received.flatten(), output_size=sum(num_received))
@@ -356,7 +350,7 @@ class ShardedForward:
         outputs = self._run_own_experts(number // size, rows, own, torch.ones_like(own, dtype=rows.dtype))
         outputs = outputs[: sum(num_received)]
         # FSDP2 averages over the ranks that have an expert; the mean is over all that send it tokens.
-        outputs = _Exchange.apply(outputs, num_sent, num_received, self.group, 1.0 / size)
+        outputs = _exchange_rows(outputs, num_sent, num_received, self.group, 1.0 / size)
         choices = torch.empty_like(outputs).index_copy(0, order, outputs).view(*top_k_weights.shape, -1)
         return (choices * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
@@ -409,22 +403,15 @@ def _count_rows(sent: Tensor, received: Tensor, num_rows: int) -> tuple[list[int
     return num_sent, num_received
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows that all ranks have sent to this one, in the order of the ranks; backwards, they go back, with a factor."""
+def _exchange_rows(
+    x: Tensor, num_received: list[int], num_sent: list[int], group: dist.ProcessGroup, factor: float
+) -> Tensor:
+    """Return the rows that all ranks send to this one, by rank; backwards, they go back, times a factor."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, num_received: list[int], num_sent: list[int], group: dist.ProcessGroup, factor: float
-    ) -> Tensor:
-        ctx.sizes, ctx.group, ctx.factor = (num_sent, num_received), group, factor
-        return _all_to_all(x, num_received, num_sent, group)
+    def back(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_to_all(gradient, num_sent, num_received, group).mul_(factor)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        num_sent, num_received = ctx.sizes
-        returned = _all_to_all(gradient, num_sent, num_received, ctx.group)
-        return returned.mul_(ctx.factor), None, None, None, None
+    return apply_collective(x, group, lambda x, group: _all_to_all(x, num_received, num_sent, group), back)
 
 
 class _Collective(torch.autograd.Function):
@@ -441,24 +428,30 @@ class _Collective(torch.autograd.Function):
         return ctx.back(gradient, ctx.group), None, None, None
 
 
+def apply_collective(x: Tensor, group: dist.ProcessGroup, there: _Function, back: _Function) -> Tensor:
+    """Return `there(x, group)`; backwards, `back(gradient, group)`. Collective as they are."""
+    result: Tensor = _Collective.apply(x, group, there, back)
+    return result
+
+
 def _copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the input of a layer whose matrix is sharded; backwards, the sum of the shards' gradients."""
-    return _Collective.apply(x, group, _same, _all_reduce)
+    return apply_collective(x, group, _same, _all_reduce)
 
 
 def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of the outputs of a layer's shards; backwards, the gradient of the sum is that of each."""
-    return _Collective.apply(x, group, _all_reduce, _same)
+    return apply_collective(x, group, _all_reduce, _same)
 
 
 def _join(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return all shards of the last dimension; backwards, this rank's of the gradient, which is equal on all ranks."""
-    return _Collective.apply(x, group, _all_gather_last, _own_of_last)
+    return apply_collective(x, group, _all_gather_last, _own_of_last)
 
 
 def _split(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's shard of the last dimension; backwards, all shards."""
-    return _Collective.apply(x, group, _own_of_last, _all_gather_last)
+    return apply_collective(x, group, _own_of_last, _all_gather_last)
 
 
 def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -487,3 +480,146 @@ def _all_gather_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _own_of_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     length = x.shape[-1] // dist.get_world_size(group)
     return x.narrow(-1, dist.get_rank(group) * length, length).contiguous()
+
+
+# --- loss parallelism: the cross entropy of logits whose vocabulary is sharded ----------------------------------------
+#
+# Nobody gathers logits in training: ranks exchange two numbers for each token.
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """Return the module that makes the logits of a causal language model whose loss is the usual one, if it is one."""
+    # Its own: some wrapper may hand out that of the model inside.
+    loss = getattr(model, "loss_function", None) if hasattr(type(model), "loss_function") else None
+    is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
+    get_head = getattr(model, "get_output_embeddings", None)
+    return get_head() if is_causal and callable(get_head) else None
+
+
+def check_loss(model: nn.Module, plan: Plan, origin: str) -> None:
+    """Refuse a model that does not make its loss of logits whose vocabulary the plan shards. Changes nothing."""
+    head = _head(planned_model(model)[1])
+    parts = set() if head is None else set(map(id, head.modules()))
+    if not any(style.gives == "join" and id(model.get_submodule(where)) in parts for where, style in plan.items()):
+        found = "makes no loss of its own in the way of causal language models" if head is None else "has a full head"
+        raise ConfigError(
+            f"{origin}: {type(model).__name__} {found}; expected a model of transformers whose loss_function is "
+            "ForCausalLMLoss, and a plan that has its head as 'colwise_gather_output'; leave loss_parallel off"
+        )
+
+
+def shard_loss(model: Any, mesh: DeviceMesh) -> None:
+    """Have a model, whose layers are sharded, make its loss of sharded logits in training. Not collective."""
+    inner: Any = planned_model(model)[1]
+    sharded = _ShardedLoss(inner, mesh)
+    inner.forward, inner.loss_function = sharded, sharded.loss
+
+
+class _ShardedLoss:
+    """The forward of a causal language model that gathers no logits where it makes a loss to be trained.
+
+    Lives in the model's `forward` attribute. The logits of its output are then a DTensor, sharded along the vocabulary.
+    """
+
+    def __init__(self, model: Any, mesh: DeviceMesh) -> None:
+        head: Any = _head(model)
+        self.model, self.mesh = model, mesh
+        forwards = (module.__dict__.get("forward") for module in head.modules())
+        self.heads = [f for f in forwards if isinstance(f, ShardedForward) and f.style.gives == "join"]
+        """The head, or what adapters have put in its place."""
+        self.joins = True
+        """Whether they join their shards."""
+        self.inner: Callable[..., Any] = model.__dict__.get("forward") or partial(type(model).forward, model)
+        self.full_loss: Callable[..., Tensor] = model.loss_function
+        self.shape: tuple[int, ...] = ()
+        """Of the last sharded logits of which there was a loss."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_given = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+        if not (is_given and self.model.training and torch.is_grad_enabled()):
+            return self.inner(*args, **kwargs)
+        self._set_joins(False)
+        try:
+            output = self.inner(*args, **kwargs)
+        finally:
+            self._set_joins(True)
+        # Where logits are in a tuple depends on the model: they are the first of their shape.
+        is_tuple = isinstance(output, tuple)
+        place: Any = (
+            next(i for i, x in enumerate(output) if getattr(x, "shape", None) == self.shape) if is_tuple else "logits"
+        )
+        logits = DTensor.from_local(output[place], self.mesh, [Shard(len(self.shape) - 1)], run_check=False)
+        if is_tuple:
+            return (*output[:place], logits, *output[place + 1 :])
+        output[place] = logits
+        return output
+
+    def _set_joins(self, joins: bool) -> None:
+        self.joins = joins
+        for head in self.heads:
+            head.joins = joins
+
+    def loss(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Tensor | float | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return the mean cross entropy over labels, or its sum over `num_items_in_batch`."""
+        if self.joins:
+            return self.full_loss(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels=shift_labels, **kwargs
+            )
+        self.shape = logits.shape
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.flatten().to(logits.device)
+        losses: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), targets, ignore_index, self.mesh)
+        num_items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return losses.sum() / (num_items.to(losses.device) if isinstance(num_items, Tensor) else num_items)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy of rows of logits, of which each rank has a shard of the vocabulary; 0 where nothing is to be said.
+
+    Two numbers for each row are added up over ranks. A target beyond the vocabulary makes its row NaN: torch stops
+    there, but looking would wait for the device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, mesh: DeviceMesh) -> Tensor:
+        group, length = mesh.get_group(), logits.shape[-1]
+        shifted = logits.float()
+        largest = shifted.amax(-1, keepdim=True)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shifted = shifted - largest
+        own = targets - length * mesh.get_local_rank()
+        is_own = (own >= 0) & (own < length)
+        own = own.masked_fill(~is_own, 0).unsqueeze(-1)
+        of_target = shifted.gather(-1, own).squeeze(-1).masked_fill(~is_own, 0.0)
+        probabilities = shifted.exp_()
+        sums = torch.stack([probabilities.sum(-1), of_target])
+        dist.all_reduce(sums, group=group)
+        probabilities.div_(sums[0].unsqueeze(-1))
+        is_label = targets != ignore_index
+        ctx.save_for_backward(probabilities, own, is_own, is_label)
+        ctx.dtype = logits.dtype
+        is_beyond = (targets < 0) | (targets >= length * mesh.size())
+        return (sums[0].log() - sums[1]).masked_fill(is_beyond, float("nan")).masked_fill(~is_label, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        probabilities, own, is_own, is_label = ctx.saved_tensors
+        of_target = probabilities.gather(-1, own) - is_own.unsqueeze(-1).to(probabilities.dtype)
+        logits = probabilities.scatter(-1, own, of_target).mul_((gradient * is_label).unsqueeze(-1))
+        return logits.to(ctx.dtype), None, None, None

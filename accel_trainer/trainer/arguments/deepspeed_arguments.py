@@ -54,10 +54,9 @@ def deepspeed_options(args: TrainingArguments) -> dict[str, Any]:
 
 
 def start_engine(args: TrainingArguments, resolved: Resolved) -> None:
-    """Complete the engine's configuration from the arguments, and start the engine. Collective.
+    """Complete the configuration of an engine, if there is one, from the arguments, and start it. Collective.
 
-    Arguments at their default take the configuration's numbers. Strategies without a configuration in a format of their
-    own have no engine to start.
+    Arguments at their default take the configuration's numbers.
 
     Raises:
         ConfigError: all conflicts of the configuration with the arguments, and all else that is wrong with it.
@@ -128,15 +127,11 @@ def _fill_defaults(args: TrainingArguments, engine: Any) -> None:
 def complete_engine_config(
     args: TrainingArguments, resolved: Resolved, model: Any, *, num_steps: int | None = None, **given: str
 ) -> Resolved:
-    """Return the configuration of a run with the engine's own one completed.
+    """Return the configuration of a run with the engine's own one, if there is one, completed by the model's sizes.
 
     Args:
-        model: the configuration may depend on its sizes.
         num_steps: updates of the training; None leaves values open that depend on it, which evaluation does not need.
         given: `given_optimizer` and `given_scheduler`: "torch", or "dummy" for those that the configuration describes.
-
-    Raises:
-        ConfigError: it contradicts the arguments, or leaves a value open that nothing else states.
     """
     adapter = load_arguments_adapter(resolved.config.strategy)
     if adapter is None:

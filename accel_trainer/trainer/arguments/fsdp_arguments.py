@@ -40,13 +40,9 @@ def resolve_arguments(
 
     Args:
         explicit: options given in Python, by dotted path.
-        fsdp: upstream's switch: true, or options such as `"full_shard auto_wrap"`. As upstream, such an option fills in
-            what `fsdp_config` does not say.
+        fsdp: true, or options such as `"full_shard auto_wrap"`, which fill in what `fsdp_config` does not say.
         fsdp_config: a YAML or JSON path, JSON text, a packaged name or a dict; read only when `fsdp` is on.
         argument_names: the argument that gives an option, by dotted path, for messages, where `fsdp` does not.
-
-    Raises:
-        ConfigError: an unknown option or key, or a value of the wrong type.
     """
     if fsdp_config and not fsdp:
         logger.warning("fsdp_config is not read because fsdp is not set; pass fsdp=True to shard the model")
@@ -71,16 +67,16 @@ def _options_of(fsdp: bool | str | Iterable[Any]) -> dict[str, Any]:
 
 
 def _readable_again(fsdp_config: FSDPConfigSource) -> FSDPConfigSource:
-    """Turn the dict of `_build_fsdp_dict` into a complete file: a flat one has no place for `mixed_precision`."""
+    """Turn the dict of `fill_fsdp_fields` into a complete file: a flat one has no place for `mixed_precision`."""
     if isinstance(fsdp_config, str) and fsdp_config.lstrip().startswith("{"):
         try:
             fsdp_config = json.loads(fsdp_config)
         except json.JSONDecodeError as error:
             raise ConfigError(f"fsdp_config is not valid JSON: {error}; pass a dict, a path, or JSON text") from error
-    if not isinstance(fsdp_config, Mapping):
+    if not isinstance(fsdp_config, Mapping) or "mixed_precision" not in fsdp_config:
         return fsdp_config or None
-    if "mixed_precision" not in fsdp_config or "distributed_type" in fsdp_config or "fsdp_config" in fsdp_config:
-        return fsdp_config or None
+    if "distributed_type" in fsdp_config or "fsdp_config" in fsdp_config:
+        return fsdp_config
     rest = {key: value for key, value in fsdp_config.items() if key != "mixed_precision"}
     return {"distributed_type": "FSDP", "mixed_precision": fsdp_config["mixed_precision"], "fsdp_config": rest}
 
@@ -106,19 +102,13 @@ def check_recomputation(args: TrainingArguments, resolved: Resolved) -> None:
 
 
 def fill_fsdp_fields(args: TrainingArguments, resolved: Resolved) -> None:
-    """Put the resolved options where upstream's Trainer looks for them; there is no accelerate plugin to build."""
-    if args.fsdp:
-        args.fsdp_config = _build_fsdp_dict(resolved)
-        # NO_SHARD resolves to plain data parallel, and upstream takes a true `fsdp` for a sharded model.
-        args.fsdp = resolved.config.strategy != "ddp"
+    """Put the resolved options where upstream's Trainer looks for them; there is no accelerate plugin to build.
 
-
-def _build_fsdp_dict(resolved: Resolved) -> dict[str, Any]:
-    """Return the options in the form that upstream's Trainer looks up in `args.fsdp_config`.
-
-    `mixed_precision` is in it when a file set it: arguments that are rebuilt from `to_dict()` or by
+    `mixed_precision` is among them when a file set it: arguments that are rebuilt from `to_dict()` or by
     `dataclasses.replace` come out the same.
     """
+    if not args.fsdp:
+        return
     fsdp = resolved.config.fsdp
     content: dict[str, Any] = {
         "version": 2,
@@ -140,4 +130,6 @@ def _build_fsdp_dict(resolved: Resolved) -> dict[str, Any]:
         content["ignored_modules"] = list(fsdp.ignored_modules)
     if resolved.source("mixed_precision").kind is SourceKind.FILE:
         content["mixed_precision"] = str(resolved.config.mixed_precision)
-    return content
+    args.fsdp_config = content
+    # NO_SHARD resolves to plain data parallel, and upstream takes a true `fsdp` for a sharded model.
+    args.fsdp = resolved.config.strategy != "ddp"

@@ -24,7 +24,9 @@ from accel_trainer.accelerator.shared_state import AcceleratorState, PartialStat
 from accel_trainer.checkpoint.checkpointer import SavePolicy
 from accel_trainer.checkpoint.reader import check_verify
 from accel_trainer.config import Resolved, Source, SourceKind, field_specs
+from accel_trainer.config.description import documentation
 from accel_trainer.config.parallel import axis_sizes
+from accel_trainer.config.schema import thaw
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.runtime.process import find_process, hidden_variable, init_process, read_environment
@@ -79,6 +81,29 @@ def _defaults(arguments: type) -> dict[str, Any]:
     return {item.name: (item.default, item.default_factory) for item in fields(arguments)}
 
 
+def _argument(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+def _mirrored(name: str) -> Any:
+    """Return a field with the default and the help of the option that it sets."""
+    option = _OPTIONS[name]
+    return _argument(thaw(field_specs()[option].default), documentation().get(option, ""))
+
+
+@contextlib.contextmanager
+def setting(target: object, **values: Any) -> Iterator[None]:
+    """Context in which attributes, most often of arguments, have other values."""
+    before = {name: getattr(target, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(target, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
+
+
 @dataclass(repr=False)
 class TrainingArguments(transformers.TrainingArguments):
     """Upstream's TrainingArguments with the same fields, running on accel_trainer.
@@ -103,101 +128,50 @@ class TrainingArguments(transformers.TrainingArguments):
         torch_compile_backend: str | None = None
         torch_compile_mode: str | None = None
 
-    eval_loss_weighting: Literal["token", "batch"] = field(
-        default="token",
-        metadata={
-            "help": "How batches are averaged in the evaluation loss: 'token' gives the exact mean over all label "
-            "tokens, whatever the batch size; 'batch' weighs each batch by its rows, as upstream on one process."
-        },
+    eval_loss_weighting: Literal["token", "batch"] = _argument(
+        "token",
+        "How batches are averaged in the evaluation loss: 'token' gives the exact mean over all label tokens, whatever "
+        "the batch size; 'batch' weighs each batch by its rows, as upstream on one process.",
     )
-
-    on_save_error: Literal["raise", "warn", "pause"] = field(
-        default="raise",
-        metadata={
-            "help": "What to do where a checkpoint cannot be written for the disk's sake: 'raise' ends the run, 'warn' "
-            "goes on without that checkpoint, 'pause' tries again every minute, for max_pause_s seconds."
-        },
+    on_save_error: Literal["raise", "warn", "pause"] = _argument(
+        "raise",
+        "What to do where a checkpoint cannot be written for the disk's sake: 'raise' ends the run, 'warn' goes on "
+        "without that checkpoint, 'pause' tries again every minute, for max_pause_s seconds.",
     )
-    max_pause_s: float = field(
-        default=3600.0, metadata={"help": "With on_save_error='pause': seconds after which the error is raised."}
+    max_pause_s: float = _argument(3600.0, "With on_save_error='pause': seconds after which the error is raised.")
+    on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = _mirrored("on_nonfinite")
+    on_changed_run: Literal["auto", "refuse", "warn"] = _mirrored("on_changed_run")
+    local_steps: int | None = _mirrored("local_steps")
+    local_steps_after: int = _mirrored("local_steps_after")
+    outer_optimizer_lr: float | None = _mirrored("outer_optimizer_lr")
+    outer_optimizer_momentum: float = _mirrored("outer_optimizer_momentum")
+    outer_optimizer_nesterov: bool = _mirrored("outer_optimizer_nesterov")
+    max_rollbacks: int = _mirrored("max_rollbacks")
+    preempt_signals: str = _argument(
+        "SIGTERM,SIGUSR1,SIGINT",
+        "Signals at which a run that saves checkpoints saves one and ends with exit code 85, at the next micro-batch, "
+        "update or evaluation batch, the same on all ranks; a second one of the same name, 3 s later or more, acts as "
+        "ever. '' leaves all signals alone.",
     )
-    on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = field(
-        default="raise",
-        metadata={
-            "help": "What to do where an update's gradients are NaN or infinite: 'raise' ends the run with exit code "
-            "76 before anything of it is saved, 'skip_step' leaves the update out (and waits for the device in each), "
-            "'rollback' loads the newest checkpoint of the run and goes on with the data behind that update, 'warn' "
-            "trains on. With fp16 the loss scale skips such updates."
-        },
+    preempt_grace_s: float | None = _mirrored("preempt_grace_s")
+    pad_batches_to_multiple_of: int | None = _argument(
+        None,
+        "Length that the data collator pads batches to a multiple of. That of the longest row gives every batch one "
+        "shape, as TPUs want.",
     )
-    on_changed_run: Literal["auto", "refuse", "warn"] = field(
-        default="auto",
-        metadata={
-            "help": "What to do where a resume has another number of samples in an update than the run that saved the "
-            "checkpoint: 'refuse' raises before anything is loaded, and for another seed where ignore_data_skip begins "
-            "the order anew; 'warn' goes on with this run's; 'auto' refuses on as many ranks as then, and warns on "
-            "others."
-        },
+    logging_nan_inf_filter: bool = _argument(
+        False, "Whether to log the mean so far in place of a NaN or infinite loss. Upstream's default hides it."
     )
-    local_steps: int | None = field(
-        default=None,
-        metadata={
-            "help": "On several ranks without sharding: each rank updates its own replica of the model, and weights "
-            "are exchanged every so many updates in place of the gradients of each. Evaluations and checkpoints are of "
-            "the mean of the replicas."
-        },
+    report_html: bool = _argument(
+        False,
+        "Whether to write report.html into output_dir at the end of training: curves, the time split and the "
+        "configuration, in one page.",
     )
-    local_steps_after: int = field(
-        default=0,
-        metadata={"help": "Updates with exchanged gradients before the first of local_steps: post-local SGD."},
-    )
-    outer_optimizer_lr: float | None = field(
-        default=None,
-        metadata={
-            "help": "With local_steps: learning rate of an outer SGD that makes the new weights at each exchange, as "
-            "DiLoCo's (0.7). None takes the mean of the replicas' weights."
-        },
-    )
-    outer_optimizer_momentum: float = field(default=0.9, metadata={"help": "Momentum of the outer SGD."})
-    outer_optimizer_nesterov: bool = field(default=True, metadata={"help": "Nesterov's form of that momentum."})
-    max_rollbacks: int = field(
-        default=3,
-        metadata={"help": "With on_nonfinite='rollback': how often in a row the run goes back to the same checkpoint."},
-    )
-    preempt_signals: str = field(
-        default="SIGTERM,SIGUSR1,SIGINT",
-        metadata={
-            "help": "Signals at which a run that saves checkpoints saves one and ends with exit code 85, at the next "
-            "micro-batch, update or evaluation batch, the same on all ranks; a second one of the same name, 3 s later "
-            "or more, acts as ever. '' leaves all signals alone."
-        },
-    )
-    preempt_grace_s: float | None = field(
-        default=None,
-        metadata={
-            "help": "Seconds between such a signal and the end of the machine: a save that will not fit, by the time "
-            "of the last one, is left out. None always saves."
-        },
-    )
-    pad_batches_to_multiple_of: int | None = field(
-        default=None,
-        metadata={
-            "help": "Length that the data collator pads batches to a multiple of. That of the longest row gives every "
-            "batch one shape, as TPUs want."
-        },
-    )
-    logging_nan_inf_filter: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to log the mean so far in place of a NaN or infinite loss. Upstream's default hides it."
-        },
-    )
-    report_html: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether to write report.html into output_dir at the end of training: curves, the time split and "
-            "the configuration, in one page."
-        },
+    verify: Literal["full", "size", "off"] = _argument(
+        "full",
+        "How files of a checkpoint are compared with what was saved, before a resume or before the best model is "
+        "loaded: 'full' compares contents, 'size' lengths, 'off' nothing, for a checkpoint that you have changed "
+        "yourself.",
     )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -217,15 +191,6 @@ class TrainingArguments(transformers.TrainingArguments):
                     f"class {cls.__name__}({base.__name__}, accel_trainer.TrainingArguments)"
                 )
 
-    verify: Literal["full", "size", "off"] = field(
-        default="full",
-        metadata={
-            "help": "How files of a checkpoint are compared with what was saved, before a resume or before the best "
-            "model is loaded: 'full' compares contents, 'size' lengths, 'off' nothing, for a checkpoint that you have "
-            "changed yourself."
-        },
-    )
-
     def __post_init__(self) -> None:
         """Resolve the configuration, then let upstream derive and check the rest."""
         untouched = [item.name for item in fields(self) if getattr(self, item.name) == _default(item)]
@@ -243,20 +208,24 @@ class TrainingArguments(transformers.TrainingArguments):
             fsdp=self.fsdp,
             fsdp_config=self.fsdp_config,
             environ=read_environment(),
-            argument_names=self._names_of_options(),
+            argument_names=_ARGUMENT_NAMES | {"mixed_precision": "fp16" if self.fp16 else "bf16"},
         )
         options = self._explicit_options() | given_options
         self.resolved = resolve(options)
         if self.accelerator_config.use_configured_state:
             self.resolved = resolve(options | _options_of_state(self.resolved))
         self.use_cpu = self.resolved.config.use_cpu
-        for (
-            name
-        ) in _DATA_OPTIONS:  # as they are, so that arguments made of these, by to_dict() for instance, say the same
+        for name in _DATA_OPTIONS:  # so that arguments made of these, by to_dict() for instance, say the same
             setattr(self.accelerator_config, name, getattr(self.resolved.config.data, name))
         self._take_accumulation()
         start_engine(self, self.resolved)
-        with self._hidden_from_upstream():
+        # Upstream would export compile options as ACCELERATE_DYNAMO_* variables, and import accelerate for DeepSpeed. A
+        # machine without an accelerator runs on its CPU, which has bf16, as if `use_cpu` had been given.
+        with (
+            hidden_variable("ACCELERATE_USE_DEEPSPEED"),
+            setting(self, torch_compile=False, torch_compile_backend=None, torch_compile_mode=None, deepspeed=None),
+            setting(self, use_cpu=self.use_cpu or not torch.accelerator.is_available()),
+        ):
             super().__post_init__()
         self.mixed_precision = str(self.resolved.config.mixed_precision)
         self._apply_tf32_default()
@@ -273,11 +242,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def save_policy(self) -> SavePolicy:
-        """Policy for a checkpoint that cannot be written.
-
-        Raises:
-            ConfigError: there is no such policy.
-        """
+        """Policy for a checkpoint that cannot be written; ConfigError where there is no such policy."""
         return SavePolicy(on_save_error=self.on_save_error, max_pause_s=self.max_pause_s)
 
     def check_batch_sizes(self) -> None:
@@ -295,6 +260,19 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.torch_compile and self.torch_compile_backend is None:
             self.torch_compile_backend = "inductor"
 
+    def _take_accumulation(self) -> None:
+        """Take gradient accumulation from the file or the environment when the argument was left at 1."""
+        num_steps = self.resolved.config.accumulation.num_steps
+        if self.gradient_accumulation_steps == 1 and num_steps > 1:
+            where = self.resolved.source("accumulation.num_steps").where
+            logger.info("gradient_accumulation_steps=%d (from %s)", num_steps, where)
+            self.gradient_accumulation_steps = num_steps
+
+    def _apply_tf32_default(self) -> None:
+        # As upstream, where the device has it and the user has not decided.
+        if self.torch_compile and self.tf32 is None and self.device.type != "cpu" and is_torch_tf32_available():
+            enable_tf32(True)
+
     def _explicit_options(self) -> dict[str, Any]:
         """Return the options that were given in Python, by dotted path."""
         options = deepspeed_options(self)
@@ -309,45 +287,6 @@ class TrainingArguments(transformers.TrainingArguments):
             options["compile.backend"] = self.torch_compile_backend
             options["compile.mode"] = self.torch_compile_mode or "default"
         return options
-
-    def _names_of_options(self) -> dict[str, str]:
-        """Return the argument that gives each option, by dotted path, for messages."""
-        return {**_ARGUMENT_NAMES, "mixed_precision": "fp16" if self.fp16 else "bf16"}
-
-    @contextlib.contextmanager
-    def _hidden_from_upstream(self) -> Iterator[None]:
-        """Hide the arguments that upstream would act on in its own way.
-
-        A compile option would be exported as ACCELERATE_DYNAMO_* variables; the configuration carries it. A machine
-        without an accelerator runs on its CPU, which has bf16, as if `use_cpu` had been given. For DeepSpeed it would
-        import accelerate.
-        """
-        hidden = {
-            name: getattr(self, name)
-            for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu", "deepspeed")
-        }
-        self.torch_compile, self.torch_compile_backend, self.torch_compile_mode = False, None, None
-        self.deepspeed = None
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        try:
-            with hidden_variable("ACCELERATE_USE_DEEPSPEED"):
-                yield
-        finally:
-            for name, value in hidden.items():
-                setattr(self, name, value)
-
-    def _apply_tf32_default(self) -> None:
-        """Turn TF32 on with torch_compile, as upstream, where the device has it and the user has not decided."""
-        if self.torch_compile and self.tf32 is None and self.device.type != "cpu" and is_torch_tf32_available():
-            enable_tf32(True)
-
-    def _take_accumulation(self) -> None:
-        """Take gradient accumulation from the file or the environment when the argument was left at 1."""
-        source = self.resolved.source("accumulation.num_steps")
-        num_steps = self.resolved.config.accumulation.num_steps
-        if self.gradient_accumulation_steps == 1 and num_steps > 1:
-            logger.info("gradient_accumulation_steps=%d (from %s)", num_steps, source.where)
-            self.gradient_accumulation_steps = num_steps
 
     def _process_fsdp_args(self) -> None:
         fill_fsdp_fields(self, self.resolved)
@@ -406,9 +345,6 @@ class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingAr
 
 def _options_of_state(resolved: Resolved) -> dict[str, Any]:
     """Return what the configured state of this process adds to the arguments: its device and precision, by dotted path.
-
-    Args:
-        resolved: the arguments by themselves.
 
     Raises:
         ConfigError: this process has no state, or one that is not as the arguments ask.
@@ -485,23 +421,18 @@ def _read_mapping(given: Any) -> Mapping[str, Any]:
     return given
 
 
-_ARGUMENT = Source(SourceKind.PYTHON, "argument")
-_DEFAULT = Source(SourceKind.DEFAULT, "default")
-
-
 def list_options(args: TrainingArguments) -> list[SetOption]:
     """Return every option of the configuration and every argument; tokens and keys are masked."""
-    options = [option._replace(source=_place(option.source)) for option in set_options(args.resolved)]
+    argument, default = Source(SourceKind.PYTHON, "argument"), Source(SourceKind.DEFAULT, "default")
+    options = [
+        option._replace(source=argument) if option.source.kind is SourceKind.PYTHON else option
+        for option in set_options(args.resolved)
+    ]
     content, given = args.to_dict(), args.given_fields
     for item in fields(args):
         if item.name in MIRRORED_FIELDS or item.name not in content or item.name.startswith("_"):
             continue
         is_set = item.name in given
-        source = _ARGUMENT if is_set else _DEFAULT
+        source = argument if is_set else default
         options.append(SetOption(item.name, show_option(item.name, content[item.name]), source, is_set))
     return options
-
-
-def _place(source: Source) -> Source:
-    """Return a source by the names that it has here: an argument of Python is a field of the arguments."""
-    return _ARGUMENT if source.kind is SourceKind.PYTHON else source

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from accel_trainer.config import Dialect, SourceKind, StateDictType, WrapPolicy, field_specs, read_file, resolve
+from accel_trainer.config import (
+    Dialect,
+    FSDPConfig,
+    SourceKind,
+    StateDictType,
+    WrapPolicy,
+    field_specs,
+    read_file,
+    resolve,
+)
 from accel_trainer.config.dialects.accelerate import KNOWN_KEYS
 from accel_trainer.errors import ConfigError
-
-ISSUE_YAML = """\
-compute_environment: LOCAL_MACHINE
-debug: false
-distributed_type: FSDP
-downcast_bf16: 'no'
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch_policy: BACKWARD_PRE
-  fsdp_forward_prefetch: false
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_offload_params: false
-  fsdp_sharding_strategy: FULL_SHARD
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_sync_module_states: true
-  fsdp_transformer_layer_cls_to_wrap: BertLayer
-  fsdp_use_orig_params: true
-machine_rank: 0
-main_training_function: main
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
-"""
+from tests.trainer_jobs import ACCELERATE_YAML
 
 NEUTRAL = {
     "compute_environment": "LOCAL_MACHINE",
@@ -78,40 +59,30 @@ def values(**keys):
     return {path: setting.value for path, setting in read_file(keys).settings.items()}
 
 
-@pytest.fixture
-def issue_file(tmp_path, monkeypatch):
+def test_the_file_of_the_fine_tuning_job_means_fsdp_in_bf16_on_two_ranks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = tmp_path / "fsdp_config"  # without a suffix, as in the call that this project is about
-    path.write_text(ISSUE_YAML, encoding="utf-8")
-    return "fsdp_config"
+    # Without a suffix, as in the call that this project is about.
+    (tmp_path / "fsdp_config").write_text(ACCELERATE_YAML, encoding="utf-8")
 
-
-def test_the_file_of_the_fine_tuning_job_means_fsdp_in_bf16_on_two_ranks(issue_file):
-    resolved = resolve(file=issue_file)
+    resolved = resolve(file="fsdp_config")
 
     config = resolved.config
     assert (config.strategy, config.mixed_precision, config.use_cpu) == ("fsdp2", "bf16", False)
     assert config.launch.num_processes == 2
-    assert config.fsdp.wrap_policy is WrapPolicy.TRANSFORMER
-    assert config.fsdp.wrap_classes == ("BertLayer",)
-    assert config.fsdp.state_dict_type is StateDictType.SHARDED
-    assert config.fsdp.cpu_ram_efficient_loading
-    assert config.fsdp.reshard_after_forward
-    assert config.fsdp.backward_prefetch
-    assert not config.fsdp.forward_prefetch
-    assert not config.fsdp.offload_params
-
-
-def test_its_values_remember_their_lines(issue_file):
-    resolved = resolve(file=issue_file)
-
+    assert config.fsdp == FSDPConfig(
+        wrap_policy=WrapPolicy.TRANSFORMER,
+        wrap_classes=("BertLayer",),
+        state_dict_type=StateDictType.SHARDED,
+        cpu_ram_efficient_loading=True,
+        reshard_after_forward=True,
+        backward_prefetch=True,
+        forward_prefetch=False,
+        offload_params=False,
+    )
     assert resolved.describe("launch.num_processes") == "launch.num_processes=2 (from fsdp_config:20)"
     assert resolved.describe("fsdp.wrap_classes") == "fsdp.wrap_classes=[BertLayer] (from fsdp_config:14)"
     assert resolved.describe("strategy") == "strategy=fsdp2 (from fsdp_config:3)"
-
-
-def test_one_note_names_its_keys_of_fsdp1(issue_file):
-    assert resolve(file=issue_file).notes == (
+    assert resolved.notes == (
         "fsdp_config is written for FSDP1 (no fsdp_version, which means 1); it runs with FSDP2; "
         "mapped: fsdp_backward_prefetch_policy, fsdp_forward_prefetch, fsdp_sharding_strategy; "
         "without effect: fsdp_sync_module_states, fsdp_use_orig_params",
@@ -141,10 +112,12 @@ def test_values_that_ask_for_nothing_are_accepted():
     ("kind", "processes", "strategy"),
     [
         ("NO", 1, "single"),
+        (False, 1, "single"),  # NO without quotes
         ("MULTI_GPU", 2, "ddp"),
         ("MULTI_GPU", 1, "auto"),
         ("MULTI_GPU", -1, "ddp"),
         ("MULTI_XPU", 4, "ddp"),
+        ("MULTI_NPU", 4, "ddp"),
         ("MULTI_CPU", 2, "ddp"),
         ("FSDP", 2, "fsdp2"),
         ("DEEPSPEED", 2, "deepspeed"),
@@ -165,13 +138,6 @@ def test_a_block_without_distributed_type_is_the_strategy():
     assert "strategy" not in values(dynamo_config={"dynamo_backend": "EAGER"})
 
 
-def test_no_shard_is_ddp_with_a_note():
-    file = read_file({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "sharding_strategy": "NO_SHARD"}})
-
-    assert file.settings["strategy"].value == "ddp"
-    assert any("every rank keeps the whole model, so strategy 'ddp' is used" in note for note in file.notes)
-
-
 def test_a_block_that_is_not_used_is_noted():
     file = read_file({"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_offload_params": True}})
 
@@ -180,41 +146,23 @@ def test_a_block_that_is_not_used_is_noted():
 
 
 def test_launch_keys_are_mapped():
-    got = values(
-        distributed_type="MULTI_GPU",
-        num_processes=16,
-        num_machines=2,
-        machine_rank=1,
-        main_process_ip="10.0.0.1",
-        main_process_port=29501,
-        rdzv_backend="c10d",
-        same_network=False,
-        gpu_ids="0,1",
-        enable_cpu_affinity=True,
-        main_training_function="train",
-        debug=True,
-        mixed_precision="fp16",
-    )
-
-    assert got == {
-        "strategy": "ddp",
-        "launch.num_processes": 16,
-        "launch.num_machines": 2,
-        "launch.machine_rank": 1,
-        "launch.main_process_ip": "10.0.0.1",
-        "launch.main_process_port": 29501,
-        "launch.rdzv_backend": "c10d",
-        "launch.same_network": False,
-        "launch.gpu_ids": "0,1",
-        "launch.enable_cpu_affinity": True,
-        "launch.main_training_function": "train",
-        "debug": True,
-        "mixed_precision": "fp16",
+    launch = {
+        "num_processes": 16,
+        "num_machines": 2,
+        "machine_rank": 1,
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29501,
+        "rdzv_backend": "c10d",
+        "same_network": False,
+        "gpu_ids": "0,1",
+        "enable_cpu_affinity": True,
+        "main_training_function": "train",
     }
-
-
-def test_a_single_gpu_number_is_text_for_gpu_ids():
+    others = {"debug": True, "mixed_precision": "fp16"}
     assert values(distributed_type="NO", gpu_ids=0)["launch.gpu_ids"] == "0"
+
+    mapped = {"strategy": "ddp", **others, **{f"launch.{key}": value for key, value in launch.items()}}
+    assert values(distributed_type="MULTI_GPU", **launch, **others) == mapped
 
 
 @pytest.mark.parametrize("prefix", ["dynamo_", ""])
@@ -236,12 +184,6 @@ def test_the_compile_block_is_mapped(prefix):
         "compile.dynamic": False,
         "compile.regional": True,
     }
-
-
-def test_keys_of_old_files_are_mapped():
-    got = values(distributed_type="NO", fp16=True, dynamo_backend="AOT_EAGER")
-
-    assert (got["mixed_precision"], got["compile.backend"]) == ("fp16", "aot_eager")
 
 
 def test_the_deepspeed_block_is_kept_as_written():
@@ -298,14 +240,19 @@ def test_shared_sequences_of_accelerate_are_those_of_fsdp2():
     assert any("is MULTI_GPU, and sp_size is 2: strategy 'fsdp2' runs" in note for note in resolved.notes)
 
 
-def test_a_sharded_loss_needs_ranks_that_share_the_vocabulary():
-    with pytest.raises(ConfigError, match=r"loss_parallel=true .* needs ranks that share the vocabulary; give a tp_si"):
-        resolve(file={"strategy": "fsdp2", "parallel": {"loss_parallel": True}})
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"loss_parallel": True}, r"loss_parallel=true .* needs ranks that share the vocabulary; give a tp_si"),
+        ({"tp_size": 2, "tp_plan": ["up"]}, r"tp_plan=\[up\] .* is not one NAME=STYLE for each module; write layers"),
+    ],
+)
+def test_options_of_shared_layers_that_are_no_plan_are_refused(parallel, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(file={"strategy": "fsdp2", "parallel": parallel})
 
 
-def test_a_plan_names_a_style_for_each_module_and_is_used_with_a_size():
-    with pytest.raises(ConfigError, match=r"tp_plan=\[up\] .* is not one NAME=STYLE for each module; write layers"):
-        resolve(file={"strategy": "fsdp2", "parallel": {"tp_size": 2, "tp_plan": ["up"]}})
+def test_a_plan_is_used_with_a_size():
     notes = resolve(file={"strategy": "fsdp2", "parallel": {"tp_plan": ["up=colwise"]}}).notes
     assert any("parallel.tp_plan=[up=colwise]" in note and "is not used: parallel.tp_size=1" in note for note in notes)
 
@@ -320,35 +267,14 @@ def test_tensor_parallelism_of_megatron_is_that_of_the_models_own_plan():
     assert any("models of Megatron-LM are not here; strategy 'fsdp2' runs" in note for note in resolved.notes)
 
 
-def test_an_unquoted_no_is_the_distributed_type_no(tmp_path):
-    path = tmp_path / "x.yaml"
-    path.write_text("distributed_type: NO\n", encoding="utf-8")
-
-    assert resolve(file=path).config.strategy == "single"
-
-
 def test_the_keys_of_the_launcher_are_those_of_accelerate():
     # ClusterConfig of accelerate 1.15, and the flags of its launcher that files may hold.
-    keys = [
-        "num_processes",
-        "num_machines",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "rdzv_backend",
-        "rdzv_conf",
-        "same_network",
-        "gpu_ids",
-        "enable_cpu_affinity",
-        "num_cpu_threads_per_process",
-        "max_restarts",
-        "monitor_interval",
-        "tee",
-        "log_dir",
-        "role",
-        "main_training_function",
-    ]
+    keys = {
+        "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend",
+        "rdzv_conf", "same_network", "gpu_ids", "enable_cpu_affinity", "num_cpu_threads_per_process", "max_restarts",
+        "monitor_interval", "tee", "log_dir", "role", "main_training_function",
+    }  # fmt: skip
 
-    assert set(keys) <= KNOWN_KEYS
+    assert keys <= KNOWN_KEYS
     others = {"launch.min_processes"}  # set by num_processes MIN:MAX
     assert len(keys) == sum(path.startswith("launch.") and path not in others for path in field_specs())

@@ -193,13 +193,13 @@ def test_the_launchers_defaults_do_not_hide_what_was_asked_for(variables, reshar
     assert (config.fsdp.reshard_after_forward, config.fsdp.replicate_per_node) == (reshard, per_node)
 
 
-def test_no_shard_in_the_environment_is_ddp_with_a_note():
+def test_no_shard_is_ddp_with_a_note():
     environ = {**LAUNCHED_BY_ACCELERATE, "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "NO_SHARD"}
 
     resolved = resolve(environ=environ)
 
     assert resolved.describe("strategy") == "strategy=ddp (from FSDP_SHARDING_STRATEGY)"
-    assert any("every rank keeps the whole model" in note for note in resolved.notes)
+    assert any("every rank keeps the whole model, so strategy 'ddp' is used" in note for note in resolved.notes)
 
 
 def test_parallel_sizes_in_the_environment_are_mapped_or_refused():
@@ -215,10 +215,7 @@ def test_parallel_sizes_in_the_environment_are_mapped_or_refused():
         resolve(environ={**environ, "PARALLELISM_CONFIG_CP_SIZE": "x"})
 
 
-def test_two_engines_in_the_environment_are_refused():
+def test_one_engine_in_the_environment_is_the_strategy_and_two_are_refused():
+    assert resolve(environ={"ACCELERATE_USE_DEEPSPEED": "true"}).config.strategy == "deepspeed"
     with pytest.raises(ConfigError, match="ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED are both true"):
         resolve(environ={"ACCELERATE_USE_FSDP": "1", "ACCELERATE_USE_DEEPSPEED": "1"})
-
-
-def test_deepspeed_in_the_environment_is_the_deepspeed_strategy():
-    assert resolve(environ={"ACCELERATE_USE_DEEPSPEED": "true"}).config.strategy == "deepspeed"

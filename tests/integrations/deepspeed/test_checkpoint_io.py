@@ -18,6 +18,7 @@ pytest.importorskip("deepspeed")
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
+from tests.loops import take_update
 from tests.publishing import publish_directory
 from tests.ranks import preload
 from tests.scenarios import Scenarios, refused
@@ -76,11 +77,7 @@ def prepare(zero: dict[str, Any], seed: int, config: Any = None, **options: Any)
 
 
 def update(made: Any, model: Any, optimizer: Any, step: int) -> float:
-    loss = model(own_rows(step))
-    made.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss)
+    return float(take_update(model(own_rows(step)), optimizer, made))
 
 
 def contents(made: Any, model: Any) -> dict[str, Any]:
@@ -263,11 +260,7 @@ def test_a_parameter_of_no_dimension_is_trained_and_saved_and_refused_by_zero3()
     model = Scaled()
     optimizer, expected = adamw(model), []
     for step in range(2):
-        loss = model(batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+        expected.append(take_update(model(batch(step)), optimizer).item())
     assert losses == pytest.approx(expected, rel=1e-5)
     assert saved["model"]["scale"].shape == saved["optimizer"]["state"]["scale"]["exp_avg"].shape == ()
     assert saved["optimizer"]["state"]["scale"]["exp_avg"] != 0

@@ -14,6 +14,7 @@ from torch import nn
 pytest.importorskip("deepspeed")
 
 from accel_trainer.errors import ConfigError
+from tests.loops import take_update
 from tests.ranks import preload
 from tests.scenarios import Scenarios, refused
 from tests.zero import Net, accelerator, adamw, alone, batch, block, build, layout, own_rows, whole
@@ -30,11 +31,7 @@ def equal(values: list[torch.Tensor], reference: list[torch.Tensor]) -> None:
 
 
 def step(made: Any, model: Any, optimizer: Any, number: int) -> float:
-    loss = model(own_rows(number))
-    made.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(made.reduce(loss.detach(), "mean"))
+    return float(made.reduce(take_update(model(own_rows(number)), optimizer, made), "mean"))
 
 
 @SCENARIOS.add
@@ -164,13 +161,7 @@ def sixteen_bits() -> Any:
 def test_bf16_runs_in_the_engine_on_fp32_inputs_and_keeps_fp32_weights():
     model = build()
     optimizer = adamw(model)
-    expected = []
-    for number in range(3):
-        loss = model(batch(number))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
+    expected = [take_update(model(batch(number)), optimizer).item() for number in range(3)]
     for rank, (dtype, losses, held, saved) in enumerate(results("sixteen_bits")):
         assert dtype is torch.float32
         assert losses == pytest.approx(expected, rel=0.03)
@@ -200,13 +191,10 @@ def in_pieces() -> Any:
     state = {name: value.clone() for name, value in made.get_state_dict(model).items()}
     tokens = torch.randint(1, 64, (8, 12), generator=torch.Generator().manual_seed(1))
     rows = tokens.chunk(2)[made.process_index]
-    losses = []
-    for _ in range(3):
-        loss = model(input_ids=rows, labels=rows).loss
-        made.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(made.reduce(loss.detach(), "mean")))
+    losses = [
+        float(made.reduce(take_update(model(input_ids=rows, labels=rows).loss, optimizer, made), "mean"))
+        for _ in range(3)
+    ]
     made = accelerator(2)
     whole_again = all(not hasattr(p, "ds_id") for p in AutoModelForCausalLM.from_config(config).parameters())
     expected = []
@@ -215,11 +203,7 @@ def in_pieces() -> Any:
         plain.load_state_dict(state)
         optim = torch.optim.AdamW(plain.parameters(), lr=0.01)
         for _ in range(3):
-            loss = plain(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-            expected.append(loss.item())
+            expected.append(take_update(plain(input_ids=tokens, labels=tokens).loss, optim).item())
     return in_pieces and all(switched), whole_again, message, losses, expected
 
 
@@ -252,9 +236,7 @@ def test_a_backward_may_end_the_window_that_its_forward_did_not():
     model = build()
     optimizer = adamw(model)
     for number in (0, 2):
-        ((model(batch(number)) + model(batch(number + 1))) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update((model(batch(number)) + model(batch(number + 1))) / 2, optimizer)
     for values in results("triggered")[0]:
         equal(values, list(model.parameters()))
 

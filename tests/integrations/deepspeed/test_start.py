@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.file_baton import FileBaton
 
 pytest.importorskip("deepspeed")
 
 from accel_trainer.errors import ConfigError
+from accel_trainer.integrations.deepspeed import runtime
+from accel_trainer.integrations.deepspeed.runtime import watch_locks
+from tests.loops import take_update
 from tests.ranks import RankFailure, preload, run_ranks
 from tests.zero import accelerator
 
@@ -46,18 +54,17 @@ def test_missing_build_tools_are_named_before_anything_is_built(tools: tuple[str
 
 
 def test_a_missing_libaio_is_named_where_tensors_go_to_disk(monkeypatch: pytest.MonkeyPatch):
-    from accel_trainer.integrations.deepspeed import runtime as deepspeed_runtime
     from accel_trainer.runtime.process import ProcessContext
 
     monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(deepspeed_runtime.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(deepspeed_runtime.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr(runtime.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(runtime.ctypes.util, "find_library", lambda name: None)
     process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), "gloo")
     disk = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}}}
 
-    deepspeed_runtime.check_can_start(process, {"zero_optimization": {"stage": 3}})
+    runtime.check_can_start(process, {"zero_optimization": {"stage": 3}})
     with pytest.raises(ConfigError, match=r"to NVMe through libaio, which is not on this machine.*or offload to 'cpu'"):
-        deepspeed_runtime.check_can_start(process, disk)
+        runtime.check_can_start(process, disk)
 
 
 class Wide(torch.nn.Module):
@@ -85,9 +92,7 @@ def on_disk(folder: str) -> Any:
         return made, *made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
     def update(made: Any, model: Any, optimizer: Any, step: int) -> None:
-        made.backward(model(torch.full((2, 600), 1.0 + step)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(torch.full((2, 600), 1.0 + step)), optimizer, made)
 
     first = prepare()
     for step in range(2):
@@ -112,9 +117,7 @@ def test_parameters_and_optimizer_on_disk_train_and_resume_as_plain_pytorch_does
     model = Wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
-        model(torch.full((2, 600), 1.0 + step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(torch.full((2, 600), 1.0 + step)), optimizer)
     torch.testing.assert_close(trained, [p.detach() for p in model.parameters()], atol=1e-6, rtol=1e-5)
     assert all(torch.equal(left, right) for left, right in zip(trained, resumed, strict=True))
 
@@ -165,3 +168,94 @@ def test_one_process_is_launched_for_a_script_that_chooses_the_engine(tmp_path: 
     command = [sys.executable, "-m", "accel_trainer", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["trained at stage 3 on 1"]), done.stderr
+
+
+# --- the lock that a killed compiler left: which one, how old, whose, and what to delete -----------------------------
+
+
+def plant(folder: Path, age_seconds: float) -> Path:
+    lock = folder / "lock"
+    lock.touch()
+    os.utime(lock, (time.time() - age_seconds,) * 2)
+    return lock
+
+
+def start(patience_seconds: float) -> Any:
+    runtime._PATIENCE_SECONDS = patience_seconds
+    return accelerator(2).num_processes
+
+
+def test_a_run_ends_that_would_wait_for_ever(tmp_path: Path):
+    built = Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm")
+    folder = tmp_path / built.name
+    shutil.copytree(built, folder, ignore=shutil.ignore_patterns("*.o", "lock"))
+    lock = plant(folder, age_seconds=7200)
+
+    message = rf"waits for the lock {re.escape(str(lock))}, which is 72\d\d s old and which no process on .* delete"
+    with pytest.raises(RankFailure, match=message) as caught:
+        run_ranks(start, 2, 0.2, env={"TORCH_EXTENSIONS_DIR": str(tmp_path)}, timeout=50)
+    assert sorted(caught.value.failures) == [0, 1]
+
+
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_PATIENCE_SECONDS", 0.1)
+
+
+def remove_after_a_word(lock: Path, caplog: pytest.LogCaptureFixture) -> threading.Thread:
+    def remove() -> None:
+        deadline = time.monotonic() + 30
+        while "Waiting for it" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)  # for a second warning, if there is one
+        lock.unlink()
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    return thread
+
+
+def test_a_young_lock_of_nobody_is_named_once_and_waited_for(
+    tmp_path: Path, short_patience: None, caplog: pytest.LogCaptureFixture
+):
+    lock = plant(tmp_path, age_seconds=30)
+    remover = remove_after_a_word(lock, caplog)
+    with watch_locks():
+        FileBaton(str(lock)).wait()
+    remover.join()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert str(lock) in line
+    assert re.search(r"is 3\d s old.*delete the folder", line)
+
+
+def test_the_process_that_compiles_is_named_and_waited_for_at_any_age(
+    tmp_path: Path, short_patience: None, caplog: pytest.LogCaptureFixture
+):
+    lock = plant(tmp_path, age_seconds=7200)
+    script = f"file = open({str(lock)!r}); print('open', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        remover = remove_after_a_word(lock, caplog)
+        with watch_locks():
+            FileBaton(str(lock)).wait()
+        remover.join()
+        holder.communicate("\n")
+    assert f"process {holder.pid} ({sys.executable}" in caplog.text
+
+
+def test_nothing_is_said_where_nothing_is_locked(short_patience: None, caplog: pytest.LogCaptureFixture):
+    with watch_locks():
+        time.sleep(0.3)
+    assert not caplog.records
+
+
+def test_an_old_lock_of_nobody_is_an_error_that_says_what_to_delete(tmp_path: Path, short_patience: None):
+    lock = plant(tmp_path, age_seconds=7200)
+    with (
+        pytest.raises(ConfigError, match=rf"delete the folder {re.escape(str(tmp_path))} and start again"),
+        watch_locks(),
+    ):
+        FileBaton(str(lock)).wait()

@@ -20,6 +20,7 @@ pytest.importorskip("deepspeed")
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.partitions import flat_partitions
 from accel_trainer.runtime.progress import PROGRESS
+from tests.loops import take_update
 from tests.ranks import preload
 from tests.scenarios import Scenarios
 from tests.zero import accelerator, adamw, alone, batch, build, layout, own_rows, unit_of, whole
@@ -52,12 +53,9 @@ def close(trained: dict[str, Any], reference: list[torch.Tensor]) -> None:
 @for_each_variant
 def gradients_beyond_one(stage: int, offload: bool) -> Any:
     """Nobody asks for clipping, and the engine clips at 1.0 when its configuration is silent."""
-
     made, model, optimizer = layout(stage, offload)
     for step in range(3):
-        made.backward(model(own_rows(step)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(own_rows(step)), optimizer, made)
     return whole(made, model)
 
 
@@ -118,9 +116,7 @@ def dropped_gradients(stage: int, offload: bool) -> Any:
         made.backward(model(own_rows(step + 10)))
         optimizer.zero_grad()
         optimizer.step()  # nothing to step with
-        made.backward(model(own_rows(step)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(own_rows(step)), optimizer, made)
     return whole(made, model)
 
 
@@ -136,9 +132,7 @@ def several_backwards(stage: int, offload: bool) -> Any:
         losses = [model(own_rows(step)), model(own_rows(step + 10))]
         made.backward(losses[0])
         made.backward(losses[1])
-        made.backward(model(own_rows(step + 20)))
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(own_rows(step + 20)), optimizer, made)
     return whole(made, model)
 
 
@@ -146,9 +140,7 @@ def test_gradients_of_several_backwards_add_up():
     model = build()
     optimizer = adamw(model)
     for step in range(3):
-        (model(batch(step)) + model(batch(step + 10)) + model(batch(step + 20))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(model(batch(step)) + model(batch(step + 10)) + model(batch(step + 20)), optimizer)
     close(results("several_backwards")[0], [p.detach() for p in model.parameters()])
 
 
@@ -168,19 +160,11 @@ def token_means(stage: int, offload: bool) -> Any:
 
 
 def test_losses_are_weighed_by_tokens():
-    model = build()
-    optimizer = adamw(model)
-    for window in range(2):
-        rows = [
-            batch(step).chunk(2)[rank][: 1 + rank + step % 2]
-            for step in (2 * window, 2 * window + 1)
-            for rank in range(2)
-        ]
-        model(torch.cat(rows)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    close(results("token_means")[0], [p.detach() for p in model.parameters()])
+    rows = [
+        torch.cat([batch(step).chunk(2)[rank][: 1 + rank + step % 2] for step in steps for rank in range(2)])
+        for steps in ((0, 1), (2, 3))
+    ]
+    close(results("token_means")[0], alone(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5), rows))
 
 
 @SCENARIOS.add
@@ -190,20 +174,12 @@ def uneven_data(stage: int, offload: bool) -> Any:
     loader = made.prepare(DataLoader(list(batch()[:5]), batch_size=1))
     with made.join_uneven_inputs([model], even_batches=False):
         for rows in loader:  # 2, 2 and 1 rows: in the last step, one rank has none
-            made.backward(model(rows))
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update(model(rows), optimizer, made)
     return whole(made, model)
 
 
 def test_a_rank_without_data_takes_part_with_weight_zero():
-    model = build()
-    optimizer = adamw(model)
-    for rows in batch()[:5].split(2):
-        model(rows).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    close(results("uneven_data")[0], [p.detach() for p in model.parameters()])
+    close(results("uneven_data")[0], alone(rows=batch()[:5].split(2)))
 
 
 class Branches(nn.Module):
@@ -319,9 +295,7 @@ def test_an_engine_that_was_taken_off_its_model_leaves_the_next_one_alone():
     for steps in ((0,), (1, 2)):
         optimizer = adamw(model)
         for step in steps:
-            model(batch(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update(model(batch(step)), optimizer)
     for found in results("a_model_in_two_engines")[0].values():
         close(found, [p.detach() for p in model.parameters()])
 
@@ -438,3 +412,86 @@ def test_r11_debug_names_a_step_of_the_engine_that_a_rank_leaves_out() -> None:
             text,
         ), text
         assert after == 2
+
+
+# --- mixtures of experts under ZeRO-3: ranks that run different experts still gather the same parameters --------------
+
+
+class Experts(nn.Module):
+    """Sends each row to the expert that its first number chooses, and runs no other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[:, 0].long()
+        mixed = torch.zeros_like(x)
+        for index in chosen.unique().tolist():
+            rows = (chosen == index).nonzero().squeeze(1)
+            mixed = mixed.index_add(0, rows, self.experts[index](x[rows]))
+        return mixed
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, 3)
+        self.experts = Experts()
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([x[:, :1], self.stem(x[:, 1:])], dim=1)
+        return self.head(x + self.experts(x)).square().mean()
+
+
+def build_mixture() -> Mixture:
+    torch.manual_seed(0)
+    return Mixture()
+
+
+# Of each step, the expert of rank 0 and that of rank 1.
+ROUTES = [(0, 1), (1, 2), (2, 2), (1, 0)]
+
+
+def routed_rows(step: int, rank: int) -> torch.Tensor:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+    x[:, 0] = ROUTES[step][rank]
+    return x
+
+
+def train_experts(classes: list[str] | str) -> Any:
+    made = accelerator(3, config={"deepspeed_moe_layer_cls_names": classes})
+    model = build_mixture()
+    try:
+        model, optimizer = made.prepare(model, adamw(model))
+    except ConfigError as error:
+        return str(error)
+    for step in range(len(ROUTES)):
+        take_update(model(routed_rows(step, made.process_index)), optimizer, made)
+    return whole(made, model)
+
+
+def experts_alone() -> list[torch.Tensor]:
+    model = build_mixture()
+    optimizer = adamw(model)
+    for step in range(len(ROUTES)):
+        model(torch.cat([routed_rows(step, 0), routed_rows(step, 1)])).backward()
+        for parameter in model.parameters():  # an expert that nobody chose: its gradient is zero under ZeRO
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+@SCENARIOS.add
+def mixtures() -> Any:
+    return train_experts("Experts"), train_experts("Expert, Other")
+
+
+def test_ranks_that_choose_other_experts_train_as_one_process_does():
+    trained, refused = results("mixtures")[0]
+    torch.testing.assert_close(trained, experts_alone(), atol=1e-6, rtol=1e-5)
+    assert "has no module of class Expert or Other, which zero_optimization.leaf_module.classes" in refused
+    assert "ranks that run different experts would wait for each other" in refused

@@ -12,6 +12,7 @@ from torch import nn
 from accel_trainer.checkpoint.weights.into_model import LoadReport, load_checkpoint_in_model
 from accel_trainer.checkpoint.weights.weight_files import WeightFiles, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, ProcessGroupError
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 from tests.sharded import adamw, build, full, own_rows, train_alone
 
@@ -26,13 +27,9 @@ def accelerate(**options: Any) -> Any:
 
 
 def train(accelerator: Any, model: nn.Module, optimizer: Any, steps: int = 3) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        loss = model(own_rows())
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    losses = [
+        accelerator.reduce(take_update(model(own_rows()), optimizer, accelerator), "mean").item() for _ in range(steps)
+    ]
     return losses
 
 

@@ -27,7 +27,7 @@ from accel_trainer.precision import build_precision
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy
-from accel_trainer.strategies.loss_scale import LossScale
+from accel_trainer.strategies.gradients import LossScale
 from tests.ranks import preload, run_ranks
 from tests.scenarios import Scenarios, refused
 from tests.sharded import Net, adamw, batch, build, full, own_rows, prepare, train, train_alone

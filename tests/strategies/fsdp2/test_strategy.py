@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests import sharded
 from tests.ranks import preload
 from tests.scenarios import Scenarios, refused
+from tests.sharded import adamw, batch, full, own_rows, train, train_alone
 
-preload("accel_trainer.accelerator", "transformers.models.llama.modeling_llama")
+preload("accel_trainer.accelerator", "tests.sharded", "transformers.models.llama.modeling_llama")
 
 SCENARIOS = Scenarios()
 results = SCENARIOS.results
@@ -60,62 +61,8 @@ def build(seed: int = 0, depth: int = 3) -> Net:
     return Net(depth)
 
 
-def batch(rows: int = 8) -> Tensor:
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(3))
-
-
-def own_rows(x: Tensor) -> Tensor:
-    """This rank's half of a batch."""
-    return x.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def prepare(model: nn.Module, optimizer: Any = None, precision: str = "no", policy: Any = None, **options: Any) -> Any:
-    """Lay a model out under FSDP2 and return its unit."""
-    from accel_trainer.config import resolve
-    from accel_trainer.precision import build_precision
-    from accel_trainer.runtime.process import init_process, read_environment
-    from accel_trainer.strategies.api import TrainJob
-    from accel_trainer.strategies.fsdp2.strategy import FSDP2Strategy
-
-    process = init_process(read_environment(), timeout_seconds=60)
-    options.setdefault("wrap_classes", ("Block",))
-    explicit = {"strategy": "fsdp2"} | {f"fsdp.{name}": value for name, value in options.items()}
-    job = TrainJob(model, [optimizer] if optimizer else [], resolve(explicit=explicit, environ={}), wrap_policy=policy)
-    return FSDP2Strategy().prepare(job, build_precision(precision, process.device), process)
-
-
-def train(unit: Any, steps: int = 3, x: Tensor | None = None) -> list[float]:
-    """Train on this rank's rows; return the losses of the whole batch."""
-    losses = []
-    for _ in range(steps):
-        loss = unit.model(own_rows(batch() if x is None else x))["loss"]
-        unit.backward(loss)
-        unit.step()
-        unit.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size())
-    return losses
-
-
-def train_alone(model: nn.Module, steps: int = 3, optimizer: Any = None) -> list[float]:
-    optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    losses = []
-    for _ in range(steps):
-        loss = model(batch())["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-
-
-def full(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+def prepare(model: nn.Module, optimizer: Any = None, **options: Any) -> Any:
+    return sharded.prepare(model, train=False, optimizer=optimizer, **options)
 
 
 # --- whose values --------------------------------------------------------------------------------------------------
@@ -165,13 +112,13 @@ def dtypes_of(outputs: Any) -> list[str]:
 def bf16() -> Any:
     model = build()
     unit = prepare(model, adamw(model), precision="bf16")
-    outputs = unit.model(own_rows(batch()))
+    outputs = unit.model(own_rows())
     unit.backward(outputs["loss"])
     gradients = {str(p.grad.dtype) for p in model.parameters()}
     unit.step()
     unit.zero_grad()
     with torch.no_grad():
-        evaluated = unit.model(own_rows(batch()))
+        evaluated = unit.model(own_rows())
     return {
         "weights": {str(p.dtype) for p in model.parameters()},
         "gradients": gradients,

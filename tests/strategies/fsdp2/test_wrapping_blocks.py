@@ -53,28 +53,40 @@ def blocks_of(model: nn.Module, policy: Any = None, **fsdp: Any) -> list[str]:
 # --- by class ------------------------------------------------------------------------------------------------------
 
 
-def test_named_classes_are_wrapped_in_the_models_order():
-    found = blocks_of(Model(2), wrap_classes=("Block", "Embedding"))
-    assert found == ["embed", "blocks.0", "blocks.1"]
+@pytest.mark.parametrize(
+    ("depth", "options", "found"),
+    [
+        (2, {"wrap_classes": ("Block", "Embedding")}, ["embed", "blocks.0", "blocks.1"]),
+        (1, {"wrap_classes": ("Block", "Sequential")}, ["blocks.0", "blocks.0.mlp"]),
+        # A block has 100 + 800 parameters, its mlp 800, the embedding and the head 200.
+        (2, {"wrap_policy": "size", "min_num_params": 900}, ["blocks.0", "blocks.1"]),
+        (2, {"wrap_policy": "size", "min_num_params": 800}, ["blocks.0.mlp", "blocks.1.mlp"]),
+        (2, {"wrap_policy": "size", "min_num_params": 10**6}, []),
+        # No parameter counts twice: both linears of an mlp are units of 400, which leaves 100 in the block.
+        (1, {"wrap_policy": "size", "min_num_params": 400}, ["blocks.0.mlp.0", "blocks.0.mlp.2"]),
+        # A list of modules is no unit: its forward is never called, so nothing would gather its parameters.
+        (3, {"wrap_policy": "size", "min_num_params": 1000}, []),
+        (1, {"wrap_policy": "none"}, []),
+    ],
+)
+def test_modules_are_units_by_class_or_size_in_the_models_order(depth: int, options: Any, found: list[str]):
+    assert blocks_of(Model(depth), **options) == found
 
 
-def test_a_nested_class_is_a_unit_of_its_own():
-    found = blocks_of(Model(1), wrap_classes=("Block", "Sequential"))
-    assert found == ["blocks.0", "blocks.0.mlp"]
-
-
-def test_an_unknown_class_names_the_closest_and_those_that_are_there():
-    message = (
-        r"fsdp.wrap_classes=.*: no module of class 'Blok' in Model; did you mean 'Block'\? "
-        r"Its module classes: Block, Model, ModuleList, Sequential"
-    )
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        (
+            ("Blok",),
+            r"fsdp.wrap_classes=.*: no module of class 'Blok' in Model; did you mean 'Block'\? "
+            r"Its module classes: Block, Model, ModuleList, Sequential",
+        ),
+        (("Block", "BertLayer"), r"class 'BertLayer' in Model\. Its module classes: Block, Model, "),
+    ],
+)
+def test_an_unknown_class_names_the_closest_and_those_that_are_there(classes: tuple[str, ...], message: str):
     with pytest.raises(ConfigError, match=message):
-        blocks_of(Model(), wrap_classes=("Blok",))
-
-
-def test_an_unknown_class_without_a_near_one_lists_those_that_are_there():
-    with pytest.raises(ConfigError, match=r"class 'BertLayer' in Model\. Its module classes: Block, Model, "):
-        blocks_of(Model(), wrap_classes=("Block", "BertLayer"))
+        blocks_of(Model(), wrap_classes=classes)
 
 
 def test_an_unknown_class_says_where_it_was_written():
@@ -103,8 +115,9 @@ def build(family: str, head: bool = False) -> nn.Module:
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_the_models_own_blocks_are_wrapped(family: str):
+def test_the_models_own_blocks_are_wrapped_unless_declined(family: str):
     model = build(family)
+    assert blocks_of(model, wrap_policy="none") == []
     found = find_blocks(model, configured(), None)
     kinds = {type(module).__name__ for module in found}
     assert kinds <= FAMILIES[family][1]
@@ -112,11 +125,8 @@ def test_the_models_own_blocks_are_wrapped(family: str):
     assert len(layers) == (4 if family == "t5" else 2)  # encoder and decoder
 
 
-def test_the_blocks_are_found_below_a_head():
+def test_the_blocks_are_found_below_a_head_and_in_a_module_that_holds_a_model():
     assert blocks_of(build("llama", head=True)) == ["model.layers.0", "model.layers.1"]
-
-
-def test_the_blocks_are_found_in_a_module_that_holds_a_model():
     assert blocks_of(nn.Sequential(build("gpt2"), nn.Linear(8, 2))) == ["0.h.0", "0.h.1"]
 
 
@@ -150,30 +160,7 @@ def test_a_model_that_is_compiled_as_a_whole_is_named(caplog: pytest.LogCaptureF
         assert f"the graph breaks at each of the {len(whole.blocks)}" in caplog.text
 
 
-# --- by size, none, callable ---------------------------------------------------------------------------------------
-
-
-def test_by_size_wraps_the_smallest_modules_that_are_large_enough():
-    # A block has 100 + 800 parameters, its mlp 800, the embedding and the head 200.
-    assert blocks_of(Model(2), wrap_policy="size", min_num_params=900) == ["blocks.0", "blocks.1"]
-    assert blocks_of(Model(2), wrap_policy="size", min_num_params=800) == ["blocks.0.mlp", "blocks.1.mlp"]
-    assert blocks_of(Model(2), wrap_policy="size", min_num_params=10**6) == []
-
-
-def test_by_size_counts_no_parameter_twice():
-    # 400 each: both linears of an mlp are units, which leaves 100 in the block.
-    found = blocks_of(Model(1), wrap_policy="size", min_num_params=400)
-    assert found == ["blocks.0.mlp.0", "blocks.0.mlp.2"]
-
-
-def test_a_list_of_modules_is_no_unit_although_it_is_large():
-    # Its forward is never called, so nothing would gather its parameters.
-    found = blocks_of(Model(3), wrap_policy="size", min_num_params=1000)
-    assert found == []
-
-
-def test_none_wraps_nothing():
-    assert blocks_of(build("llama"), wrap_policy="none") == []
+# --- by a callable ---------------------------------------------------------------------------------------
 
 
 def test_a_callable_is_really_used_and_wins():

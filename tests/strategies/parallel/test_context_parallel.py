@@ -19,7 +19,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.parallelism import TorchContextParallelConfig
 from accel_trainer.strategies.parallel.sequence_parallel import find_language_model, shard_sequences
 from tests.attention_kernels import register_attention_kernels
-from tests.mesh_loops import adamw, start, updates
+from tests.loops import adamw, start, updates
 from tests.ranks import preload, run_ranks
 from tests.strategies.parallel.test_sequence_parallel import changed, tiny_model
 

@@ -14,7 +14,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.parallel.plans import plan_experts
 from tests.conformance.models import MLP
 from tests.family_matrix import EXPERT_FAMILIES, compare_experts, docs_experts, find_expert_difference
-from tests.mesh_loops import adamw, start
+from tests.loops import adamw, start, take_update
 from tests.ranks import preload, run_ranks
 from tests.strategies.parallel.test_tensor_parallel import tiny_model
 
@@ -92,9 +92,7 @@ def through_a_window(accelerator: Any, save: str | None = None, load: str | None
     for update in range(int(load is not None), 2):
         for own in rows_of(update)[accelerator.process_index :: accelerator.num_processes]:
             with accelerator.accumulate(model):
-                accelerator.backward(model(input_ids=own, labels=own).loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                take_update(model(input_ids=own, labels=own).loss, optimizer, accelerator)
         if save and update == 0:
             accelerator.save_state(save)
     return accelerator.get_state_dict(model) or {}

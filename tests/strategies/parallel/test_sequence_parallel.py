@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from accel_trainer.config.resolve import resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.parallel.sequence_parallel import find_language_model, shard_sequences
+from tests import loops
 from tests.attention_kernels import register_attention_kernels
 from tests.conformance.models import MLP, build_model
-from tests.mesh_loops import adamw, start, train_open_window, updates
+from tests.loops import adamw, check_open_window, resume_open_window, start, updates
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
@@ -30,19 +32,9 @@ FAMILIES = ("llama", "qwen3", "mistral", "gemma3_text", "gemma2", "gpt2", "gpt_n
 
 
 def tiny_model(kind: str, **changes: Any) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    base = AutoConfig.for_model(kind)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "max_position_embeddings": 12}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-    sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "use_cache": False}
-    if hasattr(base, "layer_types") and kind.startswith("gemma"):
-        sizes["layer_types"] = ["sliding_attention", "full_attention"]
-    sizes |= {"bos_token_id": 1, "eos_token_id": 2}
-    sizes |= dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    known = {name: value for name, value in sizes.items() if hasattr(base, name)}
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**known, **changes}))
+    if kind.startswith("gemma"):
+        changes = {"layer_types": ["sliding_attention", "full_attention"], **changes}
+    return loops.tiny_model(kind, **{"max_position_embeddings": 12, "sliding_window": 4, "use_cache": False, **changes})
 
 
 def batches() -> list[dict[str, Tensor]]:
@@ -114,9 +106,11 @@ def test_compiled_blocks_compute_the_same(axis: str, families: list[dict[str, An
 # --- four ranks: for sequences alone, and two for the shards ----------------------------------------------------------
 
 
-def through_a_window(accelerator: Any, directory: str | None, load: bool = False) -> dict[str, Tensor] | None:
-    rows = torch.cat([b["input_ids"] for b in batches()[1:]])
-    return train_open_window(accelerator, tiny_model("qwen3"), rows, directory, load)
+def window_rows() -> Tensor:
+    return torch.cat([b["input_ids"] for b in batches()[1:]])
+
+
+build_qwen3 = functools.partial(tiny_model, "qwen3")
 
 
 def dropped(accelerator: Any) -> tuple[float, float]:
@@ -134,11 +128,9 @@ def dropped(accelerator: Any) -> tuple[float, float]:
 def on_four_ranks(directory: str) -> dict[str, Any]:
     sizes = {"sp_size": 2, "dp_shard_size": 2}
     found: dict[str, Any] = {}
-    accelerator = start(sizes=sizes, gradient_accumulation_steps=4)
-    whole = through_a_window(accelerator, directory)
-    resumed = through_a_window(start(sizes=sizes, gradient_accumulation_steps=4), directory, load=True)
-    found["window"] = whole and max((whole[name] - resumed[name]).abs().max().item() for name in whole)
-    found["weights"] = whole and {name: value.double().sum().item() for name, value in whole.items()}
+    begin = functools.partial(start, sizes=sizes, gradient_accumulation_steps=4)
+    found["window"] = resume_open_window(begin, build_qwen3, window_rows(), directory)
+    accelerator = begin()
     found["places"] = (accelerator.readers.rank, accelerator.readers.world_size, accelerator.num_processes)
     found["gathered"] = accelerator.gather_for_metrics(torch.tensor([accelerator.process_index])).tolist()
     found["dropped"] = dropped(accelerator)
@@ -164,12 +156,7 @@ def meshed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_logits_are_those_of_all_tokens_and_a_window_that_is_saved_open_goes_on(meshed: list[dict[str, Any]]):
-    from accel_trainer import Accelerator
-
-    assert meshed[0]["window"] < 1e-6
-    alone = through_a_window(Accelerator(cpu=True, gradient_accumulation_steps=8), None)
-    expected = {name: value.double().sum().item() for name, value in alone.items()}
-    assert meshed[0]["weights"] == pytest.approx(expected, abs=1e-4)
+    check_open_window(meshed[0]["window"], build_qwen3(), window_rows())
 
 
 def test_ranks_that_share_sequences_are_one_reader_and_drop_on_their_own(meshed: list[dict[str, Any]]):

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.strategies.parallel.loss_parallel import check_loss
 from accel_trainer.strategies.parallel.plans import plan_layers
+from accel_trainer.strategies.parallel.tensor_parallel import check_loss
+from tests import loops
 from tests.conformance.models import MLP, build_model
 from tests.family_matrix import FAMILIES as ALL_FAMILIES
 from tests.family_matrix import compare, docs_table, find_difference
-from tests.mesh_loops import adamw, start, train_open_window, updates
+from tests.loops import adamw, check_open_window, resume_open_window, start, updates
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
@@ -34,18 +35,8 @@ BY_GRADIENT = ("minicpm3", "granite_swa", "llama4_text", "lfm2_moe", "inkling_te
 
 
 def tiny_model(kind: str) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    base = AutoConfig.for_model(kind)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "max_position_embeddings": 32}
-    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-    sizes |= {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    sizes |= {"output_router_logits": True}
-    rates = dict.fromkeys(("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
-    known = {name: value for name, value in (sizes | rates).items() if hasattr(base, name)}
-    config = AutoConfig.for_model(kind, **known, bos_token_id=1, eos_token_id=2, tie_word_embeddings=kind == "qwen2")
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
+    experts = {"num_experts": 4, "moe_intermediate_size": 32, "output_router_logits": True}
+    return loops.tiny_model(kind, num_hidden_layers=1, tie_word_embeddings=kind == "qwen2", **experts)
 
 
 def tokens(rows: int = 2, length: int = 10) -> Tensor:
@@ -459,8 +450,7 @@ def batches(accelerator: Any, rows: int) -> Any:
     return accelerator.prepare(torch.utils.data.DataLoader(samples, batch_size=1))
 
 
-def through_a_window(accelerator: Any, directory: str | None, load: bool = False) -> dict[str, Tensor] | None:
-    return train_open_window(accelerator, tiny_model("qwen3"), tokens(8), directory, load)
+build_qwen3 = functools.partial(tiny_model, "qwen3")
 
 
 def in_a_mesh(directory: str, folder: str) -> dict[str, Any]:
@@ -468,11 +458,9 @@ def in_a_mesh(directory: str, folder: str) -> dict[str, Any]:
     from accel_trainer.utils import set_seed
 
     found: dict[str, Any] = {"loaded": load_empty(sizes, folder)}
-    accelerator = start(sizes=sizes, gradient_accumulation_steps=4)
-    whole = through_a_window(accelerator, directory)
-    resumed = through_a_window(start(sizes=sizes, gradient_accumulation_steps=4), directory, load=True)
-    found["window"] = whole and max((whole[name] - resumed[name]).abs().max().item() for name in whole)
-    found["weights"] = whole and {name: value.double().sum().item() for name, value in whole.items()}
+    begin = functools.partial(start, sizes=sizes, gradient_accumulation_steps=4)
+    found["window"] = resume_open_window(begin, build_qwen3, tokens(8), directory)
+    accelerator = begin()
     # Who reads what.
     set_seed(3)
     loader = batches(accelerator, rows=7)
@@ -507,12 +495,7 @@ def meshed(tmp_path_factory: pytest.TempPathFactory, weights: str) -> list[dict[
 
 
 def test_a_window_that_is_saved_open_goes_on_with_its_gradients(meshed: list[dict[str, Any]]):
-    from accel_trainer import Accelerator
-
-    assert meshed[0]["window"] < 1e-6
-    alone = through_a_window(Accelerator(cpu=True, gradient_accumulation_steps=8), None)
-    expected = {name: value.double().sum().item() for name, value in alone.items()}
-    assert meshed[0]["weights"] == pytest.approx(expected, abs=1e-4)
+    check_open_window(meshed[0]["window"], build_qwen3(), tokens(8))
 
 
 def test_ranks_that_share_layers_count_as_one_reader(meshed: list[dict[str, Any]]):

@@ -22,16 +22,20 @@ import accel_trainer.trainer.trainer as trainer_module
 from accel_trainer.runtime.fault_point import set_fault_hook
 from tests.hub_server import Hub, serve_hub
 from tests.ranks import run_ranks
-from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer
+from tests.trainer_jobs import TokenDataset, arguments, build_trainer
 from tests.waits import stand_in_device
 
 TOKEN = "hf_secret_of_this_test"
 
 
-def log_on_two_nodes(folder: str, **options: Any) -> tuple[bool, int]:
-    args = arguments(folder, log_level="info", log_level_replica="error", **options)
-    build_trainer(folder, log_level="info", log_level_replica="error", **options)
-    return args.should_log, transformers.utils.logging.get_verbosity()
+def log_as(folder: str) -> list[tuple[bool, int]]:
+    """Return whether this rank logs as a main process, and how much, with and without log_on_each_node."""
+    found = []
+    for on_each in (True, False):
+        options = {"log_level": "info", "log_level_replica": "error", "log_on_each_node": on_each}
+        trainer = build_trainer(folder, **options)
+        found.append((trainer.args.should_log, transformers.utils.logging.get_verbosity()))
+    return found
 
 
 def own_node(rank: int) -> dict[str, str]:
@@ -40,12 +44,9 @@ def own_node(rank: int) -> dict[str, str]:
 
 @pytest.mark.multirank
 def test_each_node_or_the_first_alone_logs_as_the_main_process(tmp_path):
-    each = run_ranks(log_on_two_nodes, 2, str(tmp_path), env=own_node, log_on_each_node=True)
-    first = run_ranks(log_on_two_nodes, 2, str(tmp_path), env=own_node, log_on_each_node=False)
-    one_node = run_ranks(log_on_two_nodes, 2, str(tmp_path), log_on_each_node=True)
-
-    assert each == [(True, logging.INFO)] * 2
-    assert first == one_node == [(True, logging.INFO), (False, logging.ERROR)]
+    main, replica = (True, logging.INFO), (False, logging.ERROR)
+    assert run_ranks(log_as, 2, str(tmp_path), env=own_node) == [[main, main], [main, replica]]
+    assert run_ranks(log_as, 2, str(tmp_path)) == [[main, main], [replica, replica]]
 
 
 @pytest.fixture
@@ -63,12 +64,16 @@ def hub(monkeypatch) -> Iterator[Hub]:
             api._thread_pool.shutdown()
 
 
-def test_a_push_goes_to_the_repository_the_branch_and_with_the_token_that_were_given(tmp_path, hub):
-    trainer = build_trainer(
-        tmp_path / "out", push_to_hub=True, hub_token=TOKEN, hub_revision="draft", hub_model_id="mine",
-        hub_private_repo=True, hub_strategy="every_save", hub_always_push=True, save_strategy="steps", save_steps=4,
-        report_html=True,
+def build_pushing(folder: Path, strategy: str = "every_save", **options: Any) -> Any:
+    return build_trainer(
+        folder / "out", push_to_hub=True, hub_token=TOKEN, hub_strategy=strategy, hub_always_push=True,
+        save_strategy="steps", save_steps=4, **options,
     )  # fmt: skip
+
+
+def test_a_push_goes_to_the_repository_the_branch_and_with_the_token_that_were_given(tmp_path, hub):
+    options = {"hub_revision": "draft", "hub_model_id": "mine", "hub_private_repo": True, "report_html": True}
+    trainer = build_pushing(tmp_path, **options)
     trainer.train()
     trainer.push_to_hub()
 
@@ -96,11 +101,7 @@ def test_a_push_lists_no_file_that_is_being_written(tmp_path):
 
 def test_a_push_that_failed_is_a_warning(tmp_path, hub, caplog):
     hub.refuses = True
-    trainer = build_trainer(
-        tmp_path / "out", push_to_hub=True, hub_token=TOKEN, hub_strategy="every_save", hub_always_push=True,
-        save_strategy="steps", save_steps=4,
-    )  # fmt: skip
-    trainer.train()
+    build_pushing(tmp_path).train()
 
     failures = [record.getMessage() for record in caplog.records if "a push to the hub failed" in record.getMessage()]
     assert len(failures) == 2
@@ -109,11 +110,7 @@ def test_a_push_that_failed_is_a_warning(tmp_path, hub, caplog):
 
 @pytest.mark.parametrize("strategy", ["end", "checkpoint", "all_checkpoints"])
 def test_a_strategy_says_what_is_pushed(tmp_path, hub, strategy):
-    trainer = build_trainer(
-        tmp_path / "out", push_to_hub=True, hub_token=TOKEN, hub_strategy=strategy, hub_always_push=True,
-        save_strategy="steps", save_steps=4,
-    )  # fmt: skip
-    trainer.train()
+    build_pushing(tmp_path, strategy).train()
 
     folders = {name.split("/")[0] for commit in hub.commits for name in commit.files if "/" in name}
     expected = {"end": set(), "checkpoint": {"last-checkpoint"}, "all_checkpoints": {"checkpoint-4", "checkpoint-8"}}
@@ -210,11 +207,11 @@ def test_loaders_read_as_the_arguments_say(tmp_path, name):
     changes, attribute, value = LOADER_FIELDS[name]
     trainer = build_trainer(tmp_path, **changes)
 
-    loaders = [
+    loaders = (
         trainer.get_train_dataloader(),
         trainer.get_eval_dataloader(),
         trainer.get_test_dataloader(TokenDataset(4)),
-    ]
+    )
 
     assert [getattr(loader, attribute) for loader in loaders] == [value] * 3
 
@@ -252,18 +249,25 @@ def test_evaluations_wait(tmp_path):
 
 
 def test_a_loss_that_is_no_number_is_logged_where_it_is_not_filtered(tmp_path):
-    losses = {}
+    losses, first = {}, []
     for is_filtered in (True, False):
-        model = build_model()
-        with torch.no_grad():
-            model.lm_head.weight.fill_(float("nan"))
         trainer = build_trainer(
-            tmp_path, max_steps=2, max_grad_norm=0.0, logging_nan_inf_filter=is_filtered, on_nonfinite="warn"
-        )
-        trainer.model.load_state_dict(model.state_dict())
+            tmp_path, samples=12, logging_steps=3, max_grad_norm=0.0, on_nonfinite="warn",
+            logging_nan_inf_filter=is_filtered,
+        )  # fmt: skip
+        compute = trainer.compute_loss
+
+        def nan_later(*args: Any, trainer=trainer, compute=compute, **kwargs: Any) -> Any:
+            if trainer.state.global_step:
+                return compute(*args, **kwargs) * float("nan")
+            first.append(compute(*args, **kwargs))
+            return first[-1]
+
+        trainer.compute_loss = nan_later
         trainer.train()
         losses[is_filtered] = trainer.state.log_history[0]["loss"]
-    assert np.isfinite(losses[True])
+    # In their place the mean so far, over one update more: x + x/2 + (x + x/2)/3, over three updates.
+    assert losses[True] == pytest.approx(first[0].item() * 2 / 3, rel=1e-6)
     assert np.isnan(losses[False])
 
 
@@ -311,16 +315,18 @@ def test_callbacks_go_on_where_they_were(tmp_path, restores, expected):
     assert callback.count == expected
 
 
-def find_determinism(folder: str, **options: Any) -> tuple[bool, list[float]]:
-    trainer = build_trainer(folder, max_steps=2, dropout=0.1, **options)
-    trainer.train()
-    return torch.are_deterministic_algorithms_enabled(), [e["loss"] for e in trainer.state.log_history if "loss" in e]
+def find_determinism(folder: str) -> list[tuple[bool, list[float]]]:
+    found = []
+    for is_full in (False, True):
+        trainer = build_trainer(folder, max_steps=2, dropout=0.1, full_determinism=is_full)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((torch.are_deterministic_algorithms_enabled(), losses))
+    return found
 
 
 def test_full_determinism_turns_torchs_on(tmp_path):
-    (plain, losses), (full, again) = (
-        run_ranks(find_determinism, 1, str(tmp_path), full_determinism=value)[0] for value in (False, True)
-    )
+    [((plain, losses), (full, again))] = run_ranks(find_determinism, 1, str(tmp_path))
     assert (plain, full) == (False, True)
     assert losses == again
 
@@ -335,32 +341,26 @@ def test_the_column_of_lengths_is_the_one_that_is_named(tmp_path):
     assert trainer._get_train_sampler().lengths == [i % 5 for i in range(20)]
 
 
-DDP_FIELDS = {
-    "ddp_find_unused_parameters": True,
-    "ddp_bucket_cap_mb": 7,
-    "ddp_broadcast_buffers": False,
-    "ddp_static_graph": True,
+DDP_FIELDS = {  # of the arguments, and where the wrapper has them
+    "ddp_find_unused_parameters": ("find_unused_parameters", True, True),
+    "ddp_bucket_cap_mb": ("bucket_bytes_cap", 7, 7 * 2**20),
+    "ddp_broadcast_buffers": ("broadcast_buffers", False, False),
+    "ddp_static_graph": ("static_graph", True, True),
 }
 
 
-def find_ddp_options(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in DDP_FIELDS.items():
+def find_ddp_options(folder: str) -> list[Any]:
+    found = []
+    for name, (attribute, value, _) in DDP_FIELDS.items():
         trainer = build_trainer(folder, max_steps=1, **{name: value})
         trainer.train()
-        wrapper = trainer.model_wrapped
-        found[name] = {
-            "ddp_find_unused_parameters": wrapper.find_unused_parameters,
-            "ddp_bucket_cap_mb": wrapper.bucket_bytes_cap // 2**20,
-            "ddp_broadcast_buffers": wrapper.broadcast_buffers,
-            "ddp_static_graph": wrapper.static_graph,
-        }[name]
+        found.append(getattr(trainer.model_wrapped, attribute))
     return found
 
 
 @pytest.mark.multirank
 def test_options_of_ddp_reach_the_wrapper(tmp_path):
-    assert run_ranks(find_ddp_options, 2, str(tmp_path)) == [DDP_FIELDS] * 2
+    assert run_ranks(find_ddp_options, 2, str(tmp_path)) == [[expected for *_, expected in DDP_FIELDS.values()]] * 2
 
 
 def find_backend(folder: str) -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.trainer_utils import FSDPOption
 
 from accel_trainer import Accelerator
 from accel_trainer.errors import ConfigError
@@ -53,21 +54,15 @@ def test_every_spelling_of_a_file_gives_the_same_dict(tmp_path):
         {"distributed_type": "FSDP", "fsdp_config": {**prefixed, "fsdp_version": 2}},
     ]
 
+    given = copy.deepcopy(spellings)
     dicts = [build(tmp_path, fsdp=True, fsdp_config=spelling).fsdp_config for spelling in spellings]
 
+    assert spellings == given  # the caller's are not changed
     assert all(content == dicts[0] for content in dicts)
     assert dicts[0]["transformer_layer_cls_to_wrap"] == ["BertLayer"]
     assert dicts[0]["state_dict_type"] == "SHARDED_STATE_DICT"
     assert dicts[0]["cpu_offload"] is True
     assert dicts[0]["version"] == 2
-
-
-def test_the_callers_dict_is_not_changed(tmp_path):
-    given = copy.deepcopy(FLAT)
-
-    build(tmp_path, fsdp=True, fsdp_config=given)
-
-    assert given == FLAT
 
 
 def test_a_whole_accelerate_file_is_read(tmp_path):
@@ -82,45 +77,33 @@ def test_a_whole_accelerate_file_is_read(tmp_path):
     assert any("use_orig_params" in note and "sync_module_states" in note for note in args.resolved.notes)
 
 
-def test_a_packaged_name_is_a_file(tmp_path):
-    args = build(tmp_path, fsdp=True, fsdp_config="full_shard")
-
-    assert args.resolved.config.strategy == "fsdp2"
-    assert args.fsdp_config["reshard_after_forward"] is True
-
-
 @pytest.mark.parametrize(
-    ("fsdp", "reshards", "offloads"),
+    ("fsdp", "fsdp_config", "reshards", "offloads"),
     [
-        (True, True, False),
-        ("True", True, False),
-        ("full_shard", True, False),
-        ("full_shard auto_wrap", True, False),
-        ("shard_grad_op offload", False, True),
-        (["shard_grad_op"], False, False),
-        ([transformers.trainer_utils.FSDPOption.FULL_SHARD, transformers.trainer_utils.FSDPOption.OFFLOAD], True, True),
+        (True, None, True, False),
+        ("True", None, True, False),
+        ("full_shard", None, True, False),
+        ("full_shard auto_wrap", None, True, False),
+        ("shard_grad_op offload", None, False, True),
+        (["shard_grad_op"], None, False, False),
+        ([FSDPOption.FULL_SHARD, FSDPOption.OFFLOAD], None, True, True),
+        (True, "full_shard", True, False),  # the name of a packaged file
+        ("full_shard offload", {"reshard_after_forward": False}, False, True),  # the word fills what the file leaves
     ],
 )
-def test_upstreams_option_words(tmp_path, fsdp, reshards, offloads):
-    config = build(tmp_path, fsdp=fsdp).resolved.config
+def test_upstreams_option_words(tmp_path, fsdp, fsdp_config, reshards, offloads):
+    args = build(tmp_path, fsdp=fsdp, fsdp_config=fsdp_config)
+    config = args.resolved.config
 
-    assert config.strategy == "fsdp2"
-    assert config.fsdp.reshard_after_forward is reshards
-    assert config.fsdp.offload_params is offloads
-
-
-def test_the_file_wins_over_an_option_word_and_the_word_fills_the_rest(tmp_path):
-    args = build(tmp_path, fsdp="full_shard offload", fsdp_config={"reshard_after_forward": False})
-
-    assert args.fsdp_config["reshard_after_forward"] is False
-    assert args.fsdp_config["cpu_offload"] is True
+    assert (args.fsdp, config.strategy) == (True, "fsdp2")
+    assert config.fsdp.reshard_after_forward is args.fsdp_config["reshard_after_forward"] is reshards
+    assert config.fsdp.offload_params is args.fsdp_config["cpu_offload"] is offloads
 
 
 def test_without_sharding_it_is_plain_data_parallel(tmp_path):
     args = build(tmp_path, fsdp="no_shard")
 
-    assert args.fsdp is False
-    assert args.resolved.config.strategy == "ddp"
+    assert (args.fsdp, args.resolved.config.strategy) == (False, "ddp")
 
 
 def test_hybrid_sharding_reads_back(tmp_path):
@@ -183,21 +166,25 @@ def test_an_option_that_was_given_is_named_by_its_argument(tmp_path, given, opti
     assert build(tmp_path, **given).resolved.source(option).where == f"TrainingArguments({argument}=...)"
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_options_of_accelerator_config_at_upstreams_default_count_when_they_are_given(tmp_path, given):
-    """even_batches is upstream's default and not ours; a file may say otherwise about split_batches."""
-    chosen = build(tmp_path, accelerator_config={"even_batches": given, "split_batches": not given})
-    assert chosen.resolved.config.data.even_batches is given
-    assert chosen.resolved.config.data.split_batches is not given
-    again = build(tmp_path, accelerator_config=chosen.to_dict()["accelerator_config"])
-    assert again.resolved.config.data == chosen.resolved.config.data
+@pytest.mark.parametrize(
+    ("given", "even"),
+    [
+        (None, False),
+        ({"non_blocking": True}, False),
+        ({"even_batches": True, "split_batches": False}, True),  # upstream's default, and not ours
+        ({"even_batches": False, "split_batches": True}, False),
+    ],
+)
+def test_batches_are_even_where_that_is_asked_for_and_arguments_read_back(tmp_path, given, even):
+    args = build(tmp_path, accelerator_config=given)
+    data = args.resolved.config.data
 
-
-def test_even_batches_are_off_unless_they_are_asked_for(tmp_path):
-    for arguments in (build(tmp_path), build(tmp_path, accelerator_config={"non_blocking": True})):
-        assert arguments.resolved.config.data.even_batches is False
-        again = build(tmp_path, accelerator_config=arguments.accelerator_config)
-        assert again.resolved.config.data == arguments.resolved.config.data
+    assert (data.even_batches, data.split_batches) == (even, (given or {}).get("split_batches", False))
+    forms = [args.to_dict()["accelerator_config"]]
+    if not even:  # an instance at upstream's default gives nothing
+        forms.append(args.accelerator_config)
+    for form in forms:
+        assert build(tmp_path, accelerator_config=form).resolved.config.data == data
 
 
 def test_fsdp_config_alone_says_that_it_is_not_read(tmp_path, caplog):
@@ -280,8 +267,7 @@ def test_the_file_can_choose_the_cpu(tmp_path):
 
     args = build(tmp_path, fsdp=True, fsdp_config=path)
 
-    assert args.use_cpu is True
-    assert args.device == torch.device("cpu")
+    assert (args.use_cpu, args.device) == (True, torch.device("cpu"))
 
 
 def test_bf16_needs_no_further_argument_on_a_machine_without_accelerator(tmp_path):
@@ -341,10 +327,9 @@ def test_accelerator_config_in_every_form(tmp_path, form):
         "instance": AcceleratorConfig(**content),
     }[form]
 
-    args = build(tmp_path, accelerator_config=given)
+    data = build(tmp_path, accelerator_config=given).resolved.config.data
 
-    assert args.resolved.config.data.split_batches is True
-    assert args.resolved.config.data.even_batches is False
+    assert (data.split_batches, data.even_batches) == (True, False)
 
 
 def test_a_class_is_no_accelerator_config(tmp_path):

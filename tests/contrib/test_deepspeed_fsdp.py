@@ -1,4 +1,4 @@
-"""`accel-trainer convert-config`."""
+"""Configurations in other spellings and for other engines: `accel-trainer convert`, `to-fsdp2` and what is lost."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from accel_trainer.commands.to_fsdp2 import convert_config_to_fsdp2, to_fsdp2_command, to_fsdp2_command_parser
-from accel_trainer.config import field_specs, read_file, resolve
+from accel_trainer.config import build_config, field_specs, packaged_names, read_file, resolve
 from accel_trainer.config.schema import get_value
+from accel_trainer.contrib.deepspeed_fsdp import to_deepspeed, to_fsdp
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.cli import main
 
@@ -77,7 +80,7 @@ def test_what_is_written_says_the_same_or_a_line_says_what_not(
     assert after.strategy == engine.get(to, before.strategy)
     for path in field_specs():
         old, new = get_value(before, path), get_value(after, path)
-        # What another engine does alike has other names there; that is test_convert_losses.py's.
+        # What another engine does alike has other names there; see below.
         is_of_an_engine = path == "strategy" or path.partition(".")[0] in ("fsdp", "deepspeed")
         if not (is_of_an_engine and before.strategy != after.strategy or path == "deepspeed"):
             assert old == new or path in lines, (path, old, new, lines)
@@ -95,12 +98,8 @@ def test_accelerates_keys_are_spelled_as_accelerate_spells_them(tmp_path: Path) 
         "fsdp_transformer_layer_cls_to_wrap": "A,B",
         "fsdp_ignored_modules": ["head"],
     }
-    assert content["dynamo_config"] == {
-        "dynamo_backend": "inductor",
-        "dynamo_mode": "default",
-        "dynamo_use_fullgraph": False,
-        "dynamo_use_dynamic": True,
-    }
+    dynamo = {"backend": "inductor", "mode": "default", "use_fullgraph": False, "use_dynamic": True}
+    assert content["dynamo_config"] == {f"dynamo_{key}": value for key, value in dynamo.items()}
 
 
 def test_without_a_target_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,9 +114,9 @@ def test_without_a_target_it_is_printed(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("taken.yaml", "{path} exists, and is left as it is; give another name, or remove it"),
+        ("taken.yaml", "{path} exists and was left as it is; remove it first, or name another file"),
         ("out.toml", "{path} has the suffix '.toml'; expected one of .json, .yaml, .yml"),
-        ("no/out.json", "{path} cannot be written: No such file or directory"),
+        ("no/out.json", "{path} cannot be written: there is no {path.parent}; name another file"),
     ],
 )
 def test_what_cannot_be_written_is_said(
@@ -207,3 +206,177 @@ def test_a_program_has_the_command_among_its_own() -> None:
     args = parser.parse_args(["to-fsdp2", "--config_file", "missing.yaml"])
     with pytest.raises(FileNotFoundError, match=r"missing\.yaml does not exist"):
         args.func(args)
+
+
+# --- DeepSpeed and FSDP2 ----------------------------------------------------------------------------------------------
+
+
+def fsdp_of(block):
+    return to_fsdp(resolve(file={"strategy": "deepspeed", "deepspeed": block}).config)
+
+
+GRADIENTS_TOO = "zero_optimization.stage is 1: FSDP2 shards the gradients too, as stage 2 does"
+PARAMETERS_TOO = (
+    "zero_optimization.offload_optimizer.device is 'cpu': fsdp.offload_params keeps the parameters in CPU memory too"
+)
+OFFLOADED = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+NUMBERS = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("block", "options", "expected_lost"),
+    [
+        ({"zero_optimization": {"stage": 0}}, {"strategy": "ddp"}, []),
+        ({"zero_optimization": {"stage": 1}}, {"fsdp.reshard_after_forward": False}, [GRADIENTS_TOO]),
+        ({"zero_optimization": {"stage": 2}}, {"fsdp.reshard_after_forward": False}, []),
+        (
+            {"zero_optimization": {"stage": 3, **OFFLOADED}, **NUMBERS},
+            {"fsdp.offload_params": True, "mixed_precision": "bf16", "accumulation.num_steps": 4},
+            [],
+        ),
+        (
+            {"zero_stage": 2, "offload_optimizer_device": "cpu"},
+            {"fsdp.reshard_after_forward": False, "fsdp.offload_params": True},
+            [PARAMETERS_TOO],
+        ),
+    ],
+    ids=[
+        "nothing is sharded",
+        "optimizer state",
+        "gradients too",
+        "parameters too, offloaded, in bf16",
+        "half an offload",
+    ],
+)
+def test_stages_become_strategies_and_what_fsdp2_has_is_kept(block, options, expected_lost):
+    config, lost = fsdp_of(block)
+    assert config == resolve(explicit={"strategy": "fsdp2", **options}).config
+    assert lost == expected_lost
+
+
+def test_what_has_no_counterpart_is_listed():
+    _, lost = fsdp_of(
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-6}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+            "gradient_clipping": 1.0,
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": 4,
+            "wall_clock_breakdown": False,
+            "zero3_init_flag": True,
+            "deepspeed_hostfile": "hosts",
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": True,
+                "reduce_bucket_size": 1000,
+                "stage3_prefetch_bucket_size": "auto",
+                "offload_optimizer": {"device": "cpu"},
+                "offload_param": {"device": "nvme", "nvme_path": "/disk"},
+            },
+        }
+    )
+    assert lost == [
+        "zero_optimization.offload_param.device is 'nvme': fsdp.offload_params keeps it in CPU memory, there is no "
+        "offload to disks",
+        "optimizer has no counterpart: build the optimizer in the script",
+        "scheduler has no counterpart: build the scheduler in the script",
+        "gradient_clipping has no counterpart: call accelerator.clip_grad_norm_ before the step, or set max_grad_norm "
+        "of TrainingArguments",
+        "train_micro_batch_size_per_gpu has no counterpart: it is the batch size of the data loader",
+        "zero3_init_flag has no counterpart: models are built whole, and then sharded",
+        "zero_optimization.reduce_bucket_size has no counterpart: 1000 is left out",
+        "zero_optimization.offload_param.nvme_path has no counterpart: '/disk' is left out",
+        "deepspeed_hostfile has no counterpart: start the script on each machine",
+    ]
+
+
+def test_a_run_with_fsdp_becomes_a_configuration_of_deepspeed():
+    config = resolve(
+        file={
+            "strategy": "fsdp2",
+            "mixed_precision": "fp16",
+            "accumulation": {"num_steps": 2},
+            "fsdp": {
+                "offload_params": True,
+                "state_dict_type": "sharded",
+                "wrap_classes": ["Block"],
+                "activation_checkpointing": True,
+                "replicate_per_node": True,
+                "forward_prefetch": True,
+            },
+            "compile": {"backend": "inductor"},
+            "launch": {"num_processes": 4},
+        }
+    ).config
+    data, lost = to_deepspeed(config)
+    assert data == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "offload_param": {"device": "cpu"},
+        },
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": True},
+    }
+    assert lost == [
+        "compile.backend='inductor' has no counterpart",
+        "fsdp.wrap_classes=['Block'] has no counterpart: DeepSpeed needs no groups of layers",
+        "fsdp.activation_checkpointing=true has no counterpart: call model.gradient_checkpointing_enable()",
+        "fsdp.forward_prefetch=true has no counterpart",
+        "fsdp.replicate_per_node=true has no counterpart; zero_optimization.zero_hpz_partition_size is the nearest",
+        "launch.num_processes=4 is no option of DeepSpeed; set it where the run's other options are",
+    ]
+
+
+def test_half_an_offload_and_fp8_are_said():
+    half = {"fsdp.reshard_after_forward": False, "fsdp.offload_params": True}
+    config = build_config({"strategy": "fsdp2", "mixed_precision": "fp8", **half})
+    data, lost = to_deepspeed(config)
+    assert data["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert lost == [
+        "fsdp.offload_params at stage 2 offloads optimizer state only; the parameters stay on the device",
+        "mixed_precision=fp8 has no counterpart",
+    ]
+
+
+@given(
+    st.sampled_from(["ddp", "fsdp2"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["no", "bf16", "fp16"]),
+    st.integers(1, 9),
+)
+def test_what_both_have_survives_the_way_there_and_back(strategy, reshards, offloads, precision, steps):
+    options = {"strategy": strategy, "mixed_precision": precision, "accumulation.num_steps": steps}
+    if strategy == "fsdp2":
+        options |= {"fsdp.reshard_after_forward": reshards, "fsdp.offload_params": offloads}
+    config = resolve(explicit=options).config
+
+    data, lost = to_deepspeed(config)
+    back, _ = to_fsdp(resolve(file=data).config)
+
+    assert back == config
+    half = strategy == "fsdp2" and offloads and not reshards
+    assert len(lost) == int(half)
+
+
+@pytest.mark.parametrize("name", packaged_names())
+def test_every_packaged_configuration_can_be_converted(name):
+    config = resolve(file=name).config
+    if config.strategy == "deepspeed":
+        assert to_fsdp(config)[0].strategy == "fsdp2"
+    else:
+        data, _ = to_deepspeed(config)
+        assert resolve(file=data).config.strategy == "deepspeed"
+
+
+def test_what_cannot_be_converted_is_refused():
+    with pytest.raises(ConfigError, match=r"^strategy=ddp is not 'deepspeed'; there is nothing to convert to FSDP2$"):
+        to_fsdp(resolve(file="ddp").config)
+    message = r"^strategy=auto has no counterpart in DeepSpeed; convert a configuration whose strategy is fsdp2 or ddp$"
+    with pytest.raises(ConfigError, match=message):
+        to_deepspeed(resolve().config)

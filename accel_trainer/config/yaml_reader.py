@@ -1,4 +1,4 @@
-"""YAML as data only, with line numbers: no tags, no duplicate keys, no alias that expands without bound.
+"""YAML and JSON as data only, with line numbers: no tags, no duplicate keys, no alias that expands without bound.
 
 Scalars are read as people write them: `1e-5` is a number, `010` and `1:30` are not silently octal and sexagesimal,
 dates stay text. `yes`, `no`, `on` and `off` are booleans, as every file written for YAML 1.1 expects.
@@ -7,13 +7,14 @@ dates stay text. `yes`, `no`, `on` and `off` are booleans, as every file written
 from __future__ import annotations
 
 import itertools
+import json
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import yaml
 
-from accel_trainer.config.readers.document import MAX_DEPTH, MAX_NODES, Document, Key, Node, duplicate_key_problem
+from accel_trainer.config.document import MAX_DEPTH, MAX_NODES, Document, Key, Node, document_from_mapping
 from accel_trainer.errors import ConfigError
 
 _TAG = "tag:yaml.org,2002:"
@@ -24,18 +25,16 @@ _FLOAT = re.compile(
     r"|[-+]?\.(?i:inf)|\.(?i:nan)"
 )
 _NULL = re.compile(r"~|(?i:null)|")
+# JSON is YAML, but for tabs, which stand between its tokens only, and three characters that it keeps inside of strings,
+# and YAML folds to spaces.
+_OTHER_THAN_YAML = str.maketrans({"\t": " ", "\x85": r"\N", "\u2028": r"\L", "\u2029": r"\P"})
 _KINDS = (("bool", _BOOL), ("int", _INT), ("float", _FLOAT), ("null", _NULL))
 
 
 def read_yaml(text: str, name: str) -> Document:
-    """Parse YAML text; `name` stands for it in messages.
-
-    Raises:
-        ConfigError: not valid YAML, more than one document, aliases that expand beyond `MAX_NODES` values, or nesting
-            beyond `MAX_DEPTH`. Tags and duplicate keys become problems of the document.
-    """
+    """Parse YAML text; `name` stands for it in messages."""
     try:
-        return _Composer(yaml.parse(text, Loader=yaml.SafeLoader), name).compose()
+        return _Composer(yaml.parse(text, Loader=yaml.SafeLoader), name, _scalar).compose()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problem = str(error.problem or error.context)
@@ -45,6 +44,30 @@ def read_yaml(text: str, name: str) -> Document:
         raise ConfigError(f"{name}:{line} is not valid YAML: {problem}{hint}") from None
     except yaml.reader.ReaderError as error:
         raise ConfigError(f"{name} is not valid YAML: character {error.character!r} is not text") from None
+
+
+def read_json(text: str, name: str) -> Document:
+    """Parse JSON text; `name` stands for it in messages."""
+
+    def refuse(constant: str) -> NoReturn:
+        raise ConfigError(f"{name} holds {constant}, which is not a value of JSON; use a finite number")
+
+    try:
+        content = json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name}:{error.lineno} is not valid JSON: {error.msg} (column {error.colno})") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{name} is not a usable configuration: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested deeper than {MAX_DEPTH} levels; a configuration has few") from None
+    try:
+        events = yaml.parse(text.translate(_OTHER_THAN_YAML), Loader=yaml.SafeLoader)
+        return _Composer(events, name, json.loads).compose()
+    except (yaml.YAMLError, json.JSONDecodeError):
+        # A colon on the line below its key, a key of 1024 characters or a control character are JSON, and no YAML.
+        return document_from_mapping(content, name)
 
 
 def dump_yaml(content: Any) -> str:
@@ -74,12 +97,18 @@ def _scalar(text: str) -> Any:
     return int(digits, 0) if kind == "int" and len(digits) < 100 else text
 
 
+def _joined(text: str) -> str:
+    """Return a text with the two halves as which JSON escapes a character beyond 16 bits made one again."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+
 class _Composer:
     """Builds nodes from parser events, which arrive one by one: a bomb is seen before it has been expanded."""
 
-    def __init__(self, events: Iterator[yaml.Event], name: str) -> None:
+    def __init__(self, events: Iterator[yaml.Event], name: str, scalar: Callable[[str], Any]) -> None:
         self.events = events
         self.name = name
+        self.scalar = scalar
         self.num_nodes = 0
         self.anchors: dict[str, tuple[Node, int]] = {}
         self.problems: list[str] = []
@@ -105,7 +134,7 @@ class _Composer:
         self._check_tag(event, line)
         if isinstance(event, yaml.ScalarEvent):
             is_plain = event.style is None and event.tag is None
-            node = Node(_scalar(event.value), line, event.value) if is_plain else Node(event.value, line)
+            node = Node(self.scalar(event.value), line, event.value) if is_plain else Node(_joined(event.value), line)
         elif isinstance(event, yaml.SequenceStartEvent):
             items = itertools.takewhile(lambda event: not isinstance(event, yaml.SequenceEndEvent), self.events)
             node = Node([self._node(item, depth + 1) for item in items], line)
@@ -146,10 +175,14 @@ class _Composer:
                 raise ConfigError(f"{self.name}:{line} has a key that is not a name; a key is the name of an option")
             if event.value == "<<" and event.style is None:
                 raise ConfigError(f"merge key << at {self.name}:{line} is not supported; write the keys out")
-            key = Key(event.value, line)
+            key = Key(_joined(event.value), line)
             value = self._node(next(self.events), depth + 1)
             if key in content:
-                self.problems.append(duplicate_key_problem(self.name, key, content))
+                first = next(known for known in content if known == key)
+                self.problems.append(
+                    f"key {key.name!r} at {self.name}:{line} was already given at line {first.line}; "
+                    "keep one of the two"
+                )
             else:
                 content[key] = value
         return content

@@ -1,6 +1,7 @@
 """The DeepSpeed block of a configuration, in every spelling: DeepSpeed's own sections, accelerate's fields, or both.
 
-A configuration keeps the block as it was written; `read_block` makes it one DeepSpeed configuration.
+A configuration keeps the block as it was written, merged over the levels of precedence; `read_block` makes it one
+DeepSpeed configuration.
 """
 
 from __future__ import annotations
@@ -10,21 +11,25 @@ import binascii
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, join
-from accel_trainer.config.readers.config_source import FileProblemsError, load_document, packaged_names
-from accel_trainer.config.readers.document import Node
-from accel_trainer.config.schema import get_key, set_key, thaw
+from accel_trainer.config.config_source import FileProblemsError, load_document, packaged_names
+from accel_trainer.config.deepspeed_keys import KNOWN_KEYS, join
+from accel_trainer.config.document import Document, Entry, Key, Node
+from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
+from accel_trainer.config.schema import FrozenDict, MixedPrecision, get_key, set_key, thaw
 from accel_trainer.config.validation import show
+from accel_trainer.errors import ConfigError
 
 BlockSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
 
 CONFIG_FILE = "deepspeed_config_file"
 ZERO3_INIT = "zero3_init_flag"
+KEY_PREFIX = "deepspeed."
+"""Beginning of the path of a single key of the block: `deepspeed.zero_optimization.stage`."""
 
 FIELDS: Mapping[str, str] = {
     "zero_stage": "zero_optimization.stage",
@@ -82,11 +87,7 @@ class EngineBlock:
 
 
 def accelerate_fields(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a block as accelerate's `deepspeed_config` has it: the fields, and no sections of DeepSpeed's own.
-
-    Raises:
-        FileProblemsError: a `ConfigError` with all problems of the block, and of the file that it names.
-    """
+    """Return a block as accelerate's `deepspeed_config` has it: the fields, and no sections of DeepSpeed's own."""
     if block.keys() <= set(ACCELERATE_FIELDS):
         return dict(block)
     read = read_block(block)
@@ -111,7 +112,7 @@ def block_of(source: BlockSource) -> dict[str, Any]:
 
 
 def _decoded(text: str) -> str | None:
-    """Return the JSON object that base64 text holds; None for anything else, such as a path."""
+    """Return the JSON object that base64 text holds; None for a path or a name."""
     if not re.fullmatch(r"[\w+/-]{4,}=*", text) or text in packaged_names() or os.path.exists(text):
         return None
     try:
@@ -134,11 +135,7 @@ def named_file(block: Mapping[str, Any]) -> Any:
 
 
 def merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one block of two levels of precedence: single fields win one by one, a complete one replaces the lower.
-
-    Raises:
-        ConfigError: the lower block has to be read for that, and it cannot be.
-    """
+    """Return one block of two levels of precedence: single fields win one by one, a complete one replaces the lower."""
     if is_complete(above):
         return {**{name: value for name, value in below.items() if name in LAUNCH_FIELDS}, **above}
     if not is_complete(below) or above.keys() <= set(LAUNCH_FIELDS):
@@ -157,11 +154,8 @@ def merge_blocks(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str
 def read_block(block: Mapping[str, Any], *, origins: Mapping[str, str] | None = None) -> EngineBlock:
     """Return a block as one DeepSpeed configuration; the file that it names is read.
 
-    A value of the file and a field of another value contradict each other; a field fills keys that the file leaves
-    out or leaves to "auto". Fields alone mean stage 2, as in accelerate. `origins` of keys are for messages.
-
-    Raises:
-        FileProblemsError: a `ConfigError` with all problems of the block, and of the file.
+    A field fills keys that the file leaves out or leaves to "auto", and contradicts any other value. Fields alone mean
+    stage 2, as in accelerate. `origins` of keys are for messages.
     """
     origins = origins or {}
     reader = _Reader(origins)
@@ -264,7 +258,7 @@ class _Reader:
 
 
 def located(file: str, folder: Path | None) -> str:
-    """Return the path of a file that another one in `folder` names, if it lies beside that; else the name as it is."""
+    """Return the path of a file that lies in `folder`; else the name as it is."""
     try:
         beside = (folder or Path()) / os.path.expanduser(file)
         return os.path.abspath(beside) if beside.is_file() else file
@@ -316,3 +310,133 @@ def _lines(node: Node, section: str) -> Iterator[tuple[str, int | None]]:
         for key, item in node.value.items():
             yield join(section, key.name), key.line
             yield from _lines(item, join(section, key.name))
+
+
+def put_block(
+    layer: Layer, entry: Entry, *, origins: Mapping[str, str] | None = None, folder: Path | None = None
+) -> None:
+    """Put a block into a layer: a mapping, or text that names a file, a packaged configuration, or holds JSON.
+
+    `origins` are those of single keys; paths may be relative to `folder`, besides the working directory.
+    """
+    value = entry.value
+    if isinstance(value, str) and value.strip() or isinstance(value, Path):
+        try:
+            value = block_of(located(value, folder) if isinstance(value, str) else value)
+        except ConfigError as error:
+            layer.problems.append(f"{entry.subject}: {error}")
+            return
+    if isinstance(value, Mapping) and isinstance(file := value.get(CONFIG_FILE), str):
+        value = {**value, CONFIG_FILE: located(file, folder)}
+    layer.put("deepspeed", entry, value)
+    setting = layer.settings.get("deepspeed")
+    if origins and setting is not None:
+        sources = {name: Source(layer.kind, origin) for name, origin in origins.items()}
+        layer.settings["deepspeed"] = Setting(setting.value, setting.source, FrozenDict(sources))
+
+
+def put_document_block(document: Document, key: Key, node: Node, layer: Layer) -> None:
+    """Put a block of a file into a layer, with the lines of its keys."""
+    content = node.value if isinstance(node.value, dict) else {}
+    origins = {item.name: document.where(item.line) for item in content}
+    put_block(layer, document.entry(key, node), origins=origins, folder=document.folder)
+
+
+def block_sources(setting: Setting) -> dict[str, Source]:
+    """Return the source of each key of a block."""
+    return {**dict.fromkeys(setting.value, setting.source), **setting.key_sources}
+
+
+def _merge_settings(below: Setting, above: Setting) -> Setting:
+    value = FrozenDict(merge_blocks(below.value, above.value))
+    upper = block_sources(above)
+    upper |= {FIELDS[name]: source for name, source in upper.items() if name in FIELDS}
+    source = above.source
+    if not is_complete(above.value):
+        source = Source(source.kind, f"{source.where}, {below.source.where}")
+    return Setting(value, source, FrozenDict({**_lower_sources(below, value), **upper}))
+
+
+def _lower_sources(below: Setting, value: Mapping[str, Any]) -> dict[str, Source]:
+    """Return the sources of the keys of a lower block, with the lines of its file once that has been read."""
+    known = block_sources(below)
+    if CONFIG_FILE in below.value and CONFIG_FILE not in value:
+        lines = read_block(below.value).origins
+        known |= {path: Source(below.source.kind, line) for path, line in lines.items()}
+    return {name: source for name, source in known.items() if name in value or "." in name}
+
+
+def merge_levels(settings: dict[str, Setting], layers: Iterable[Layer], problems: list[str]) -> None:
+    """Put the block of all levels, weakest first, and the options that it fixes into `settings`.
+
+    Within a level, single keys (`deepspeed.zero_optimization.stage`) win over the block as a mapping.
+    """
+    block: Setting | None = None
+    for layer in layers:
+        above = layer.settings.get("deepspeed")
+        try:
+            block = _merge_settings(block, above) if block is not None and above is not None else above or block
+            for path, setting in layer.settings.items():
+                if path.startswith(KEY_PREFIX):
+                    block = _put_key(block, path.removeprefix(KEY_PREFIX), setting)
+        except FileProblemsError as error:
+            problems.extend(error.problems)
+    if block is not None:
+        settings["deepspeed"] = block
+    if "strategy" in settings and settings["strategy"].value == "deepspeed":
+        default = Setting(FrozenDict(), Source(SourceKind.DEFAULT, "default"))
+        _fix_options(settings, block or default, problems)
+
+
+def _put_key(below: Setting | None, path: str, above: Setting) -> Setting:
+    """Return the block of the lower levels with one key of it set; FileProblemsError where they cannot be read."""
+    if path in ACCELERATE_FIELDS:
+        single = Setting(FrozenDict({path: above.value}), above.source)
+        return single if below is None else _merge_settings(below, single)
+    block = read_block(below.value if below is not None else {})
+    set_key(block.data, path, above.value)
+    value = FrozenDict({**block.launch, **block.data})
+    if below is None:
+        return Setting(value, above.source, FrozenDict({path: above.source}))
+    source = Source(above.source.kind, f"{above.source.where}, {below.source.where}")
+    return Setting(value, source, FrozenDict({**_lower_sources(below, value), path: above.source}))
+
+
+def _fix_options(settings: dict[str, Setting], block: Setting, problems: list[str]) -> None:
+    """Give accumulation and precision the values that the block fixes, since DeepSpeed goes by its own configuration.
+
+    An option of a weaker level is replaced; any other has to be the same.
+    """
+    try:
+        content = read_block(block.value, origins={name: at.where for name, at in block_sources(block).items()})
+    except FileProblemsError as error:
+        problems.extend(error.problems)
+        return
+    for path, key, value in _fixed_options(content.data):
+        source = Source(block.source.kind, content.origins.get(key, block.source.where))
+        known = settings.get(path)
+        if known is None or known.value != value and _is_weaker(known, source):
+            settings[path] = Setting(value, source)
+        elif known.value != value:
+            problems.append(
+                f"{path} is {show(known.value)} (from {known.source.where}), and {key} of the DeepSpeed configuration "
+                f"(from {source.where}) makes it {show(value)}: DeepSpeed would go by {show(value)}; give both the "
+                'same value, or write "auto" there'
+            )
+
+
+def _fixed_options(data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (option, key of the block, value) of the options that a DeepSpeed configuration fixes, too."""
+    steps = data.get("gradient_accumulation_steps")
+    if isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1:
+        yield "accumulation.num_steps", "gradient_accumulation_steps", steps
+    enabled = [kind for kind in ("bf16", "fp16") if get_key(data, f"{kind}.enabled") is True]
+    if len(enabled) == 1:
+        yield "mixed_precision", f"{enabled[0]}.enabled", MixedPrecision(enabled[0])
+
+
+def _is_weaker(known: Setting, source: Source) -> bool:
+    # accelerate's launcher always sets this variable, to "no" without a choice (1.15, utils/launch.py).
+    is_unasked = known.source.where == "ACCELERATE_MIXED_PRECISION" and known.value == "no"
+    strengths = list(SourceKind)
+    return is_unasked or strengths.index(known.source.kind) < strengths.index(source.kind)

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import json
 import os
-import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
-from accel_trainer.config.readers.document import (
-    MAX_DEPTH,
-    MAX_NODES,
-    Document,
-    Key,
-    Node,
-    document_from_mapping,
-    duplicate_key_problem,
-)
+from accel_trainer.config.document import Document, document_from_mapping
 from accel_trainer.errors import ConfigError, did_you_mean
 
 ConfigSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
@@ -28,9 +18,8 @@ ConfigSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any]"
 MAX_BYTES = 1_000_000
 """Size that a configuration file may have."""
 
-_PACKAGED_FOLDER = Path(__file__).resolve().parents[2] / "fsdp_configs"
+_PACKAGED_FOLDER = Path(__file__).resolve().parents[1] / "fsdp_configs"
 _SUFFIXES = (".yaml", ".yml", ".json")
-_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}:,]|[^\s\[\]{}:,"]+|\n')
 
 
 class FileProblemsError(ConfigError):
@@ -58,26 +47,22 @@ def packaged_names() -> tuple[str, ...]:
 
 
 def load_document(source: ConfigSource) -> Document:
-    """Find and parse a configuration, any source that `read_file` takes.
-
-    Raises:
-        FileProblemsError: it is missing, unreadable, or not valid YAML or JSON.
-    """
+    """Find and parse a configuration, any source that `read_file` takes; FileProblemsError where it cannot be read."""
     name = "the config dict"
     try:
         if isinstance(source, Mapping):
             return document_from_mapping(source, name)
+        from accel_trainer.config import yaml_reader  # 10 ms, which only a run with text or a file pays
+
         if isinstance(source, str) and source.lstrip().startswith("{"):
             name = "the JSON text"
-            return read_json(source, name)
+            return yaml_reader.read_json(source, name)
         name, path = _locate(source)
         text = _read_text(path)
         suffix = path.suffix.lower()
-        if suffix == ".json" or (suffix not in _SUFFIXES and text.lstrip().startswith("{")):
-            return dataclasses.replace(read_json(text, name), path=path)
-        from accel_trainer.config.readers.yaml_reader import read_yaml  # 10 ms, which only a run with YAML pays
-
-        return dataclasses.replace(read_yaml(text, name), path=path)
+        is_json = suffix == ".json" or (suffix not in _SUFFIXES and text.lstrip().startswith("{"))
+        read = yaml_reader.read_json if is_json else yaml_reader.read_yaml
+        return dataclasses.replace(read(text, name), path=path)
     except ConfigError as error:
         raise FileProblemsError([str(error)], name) from None
 
@@ -154,81 +139,3 @@ def _read_text(path: Path) -> str:
         raise ConfigError(
             f"config file {path} is not UTF-8 text: byte {error.start} does not decode; save it as UTF-8"
         ) from None
-
-
-# --- JSON with line numbers: duplicate keys and NaN are errors, and every value remembers its line --------------------
-
-
-def read_json(text: str, name: str) -> Document:
-    """Parse JSON text; `name` stands for it in messages.
-
-    Raises:
-        ConfigError: not valid JSON, a key that occurs twice, NaN or Infinity, or more values than a configuration has.
-    """
-    try:
-        # The standard parser decides what is valid; the second pass only adds lines to what it accepted.
-        json.loads(text, parse_constant=lambda constant: _refuse_constant(constant, name))
-    except ConfigError:
-        raise
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{name}:{error.lineno} is not valid JSON: {error.msg} (column {error.colno})") from None
-    except ValueError as error:
-        raise ConfigError(f"{name} is not a usable configuration: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{name} is nested deeper than {MAX_DEPTH} levels; a configuration has few") from None
-    builder = _JsonBuilder(text, name)
-    root = builder.value(next(builder.tokens), 0)
-    return Document(name, root, tuple(builder.problems))
-
-
-def _refuse_constant(constant: str, name: str) -> NoReturn:
-    raise ConfigError(f"{name} holds {constant}, which is not a value of JSON; use a finite number")
-
-
-class _JsonBuilder:
-    """Second pass over text that is known to be valid JSON."""
-
-    def __init__(self, text: str, name: str) -> None:
-        self.name = name
-        self.line = 1
-        self.num_nodes = 0
-        self.problems: list[str] = []
-        self.tokens = self._tokens(text)
-
-    def _tokens(self, text: str) -> Iterator[str]:
-        for match in _JSON_TOKEN.finditer(text):
-            if match.group() == "\n":
-                self.line += 1
-            else:
-                yield match.group()
-
-    def value(self, token: str, depth: int) -> Node:
-        self.num_nodes += 1
-        if depth > MAX_DEPTH:
-            raise ConfigError(
-                f"{self.name}:{self.line} is nested deeper than {MAX_DEPTH} levels; a configuration has few"
-            )
-        if self.num_nodes > MAX_NODES:
-            raise ConfigError(f"{self.name} holds more than {MAX_NODES} values; a configuration has a few hundred")
-        line = self.line
-        if token == "{":
-            return Node(self._object(depth), line)
-        if token == "[":
-            items = iter(lambda: next(self.tokens), "]")
-            return Node([self.value(item, depth + 1) for item in items if item != ","], line)
-        value = json.loads(token)
-        return Node(value, line, None if isinstance(value, str) else token)
-
-    def _object(self, depth: int) -> dict[Key, Node]:
-        content: dict[Key, Node] = {}
-        for token in iter(lambda: next(self.tokens), "}"):
-            if token == ",":
-                continue
-            key = Key(json.loads(token), self.line)
-            next(self.tokens)  # the colon
-            value = self.value(next(self.tokens), depth + 1)
-            if key in content:
-                self.problems.append(duplicate_key_problem(self.name, key, content))
-            else:
-                content[key] = value
-        return content

@@ -100,18 +100,8 @@ class Document:
         return f"unknown key {key.name!r}{inside}{self.at(key.line)}{hint}"
 
 
-def duplicate_key_problem(name: str, key: Key, content: Mapping[Key, Node]) -> str:
-    """Return the message for a key that a mapping of a file gives twice."""
-    first_line = next(known.line for known in content if known == key)
-    return f"key {key.name!r} at {name}:{key.line} was already given at line {first_line}; keep one of the two"
-
-
 def document_from_mapping(content: Mapping[str, Any], name: str) -> Document:
-    """Read a Python mapping as a document without lines.
-
-    Raises:
-        ConfigError: a key is not a string, or the mapping is nested deeper than `MAX_DEPTH` (it may contain itself).
-    """
+    """Read a Python mapping as a document without lines."""
     return Document(name, _node(content, name, 0))
 
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_trainer.config import SourceKind, packaged_names, read_file, resolve, to_file_dict, to_yaml
-from accel_trainer.config.deepspeed.block import FIELDS, block_of, merge_blocks, read_block
-from accel_trainer.config.deepspeed.keys import KNOWN_KEYS, join
-from accel_trainer.config.readers.yaml_reader import read_yaml
-from accel_trainer.config.schema import get_key
+from accel_trainer.config.deepspeed_block import FIELDS, block_of, merge_blocks, read_block
+from accel_trainer.config.deepspeed_keys import KNOWN_KEYS, join
+from accel_trainer.config.schema import get_key, set_key
+from accel_trainer.config.yaml_reader import read_yaml
 from accel_trainer.errors import ConfigError
 
 ENGINE = {
@@ -72,15 +72,8 @@ def test_every_form_of_a_source_holds_the_same(folder):
     assert [read_block(block_of(source)).data for source in sources] == [ENGINE] * len(sources)
     for source in sources:
         assert engine(explicit={"strategy": "deepspeed", "deepspeed": source}) == ENGINE
-    for file in (
-        whole,
-        folder / "own.yaml",
-        folder / "names.yaml",
-        folder / "ds.json",
-        folder / "ds.yaml",
-        text,
-        ENGINE,
-    ):
+    files = [folder / name for name in ("own.yaml", "names.yaml", "ds.json", "ds.yaml")]
+    for file in (whole, *files, text, ENGINE):
         assert engine(file=file) == ENGINE
 
 
@@ -202,31 +195,22 @@ def test_a_field_that_contradicts_its_file_is_an_error(folder):
     ],
 )
 def test_a_wrong_field_is_named(field, value, expected):
-    shown = {True: "true"}.get(value, repr(value)) if isinstance(value, bool) else repr(value)
+    shown = "true" if value is True else repr(value)
     with pytest.raises(ConfigError) as caught:
         resolve(file={"strategy": "deepspeed", "deepspeed": {field: value}})
     assert str(caught.value) == f"{field} (the config dict) is {shown}; expected {expected}"
-
-
-def test_keys_of_deepspeed_in_accelerates_block_are_honoured():
-    block = {"zero_stage": 1, "train_micro_batch_size_per_gpu": 8}
-    assert engine(file={"distributed_type": "DEEPSPEED", "deepspeed_config": block}) == {
-        "zero_optimization": {"stage": 1},
-        "train_micro_batch_size_per_gpu": 8,
-    }
 
 
 def test_accelerates_block_is_stage_2_where_it_says_no_other():
     block = {"train_micro_batch_size_per_gpu": 8, "deepspeed_config_file": "none", "zero_stage": None}
     content = {"distributed_type": "DEEPSPEED", "deepspeed_config": {**block, "gradient_accumulation_steps": 3}}
     assert read_file(content).content == content
-    assert engine(file=content) == {
-        "zero_optimization": {"stage": 2},
-        "train_micro_batch_size_per_gpu": 8,
-    }
-    assert engine(file={"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "none"}}) == {
-        "zero_optimization": {"stage": 2}
-    }
+    whole = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 8}
+    assert engine(file=content) == whole
+    del content["deepspeed_config"]["train_micro_batch_size_per_gpu"]
+    assert engine(file=content) == {"zero_optimization": {"stage": 2}}
+    content["deepspeed_config"] = {"zero_stage": 1, "train_micro_batch_size_per_gpu": 8}
+    assert engine(file=content) == {**whole, "zero_optimization": {"stage": 1}}
 
 
 def test_a_chain_of_files_ends(folder):
@@ -340,11 +324,8 @@ def test_a_whole_configuration_of_a_stronger_level_replaces_the_weaker_one(folde
 
 def test_fields_are_merged_one_by_one():
     below = {"zero_stage": 3, "offload_param_device": "cpu", "gradient_clipping": 1.0}
-    assert merge_blocks(below, {"zero_stage": 2, "offload_param_device": "none"}) == {
-        "zero_stage": 2,
-        "offload_param_device": "none",
-        "gradient_clipping": 1.0,
-    }
+    above = {"zero_stage": 2, "offload_param_device": "none"}
+    assert merge_blocks(below, above) == below | above
 
 
 def test_the_block_fixes_what_nobody_else_says(folder):
@@ -422,11 +403,7 @@ def blocks(draw):
     content: dict = {}
     names = ["zero_optimization.sub_group_size", *draw(st.lists(st.sampled_from(LEAVES), max_size=8, unique=True))]
     for path in [*names, *draw(st.lists(st.sampled_from([*FIELDS]), max_size=2))]:
-        *sections, name = path.split(".")
-        node = content
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = draw(VALUES)
+        set_key(content, path, draw(VALUES))
     return content
 
 
@@ -442,11 +419,7 @@ def test_every_key_survives_yaml_and_json(content):
 @pytest.mark.parametrize("path", LEAVES)
 def test_every_key_arrives_from_each_kind_of_file(path, tmp_path):
     content: dict = {"zero_optimization": {"stage": 1}}
-    *sections, name = path.split(".")
-    node = content
-    for section in sections:
-        node = node.setdefault(section, {})
-    node[name] = 1
+    set_key(content, path, 1)
     (tmp_path / "ds.json").write_text(json.dumps(content), encoding="utf-8")
     (tmp_path / "ds.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     for file in ("ds.json", "ds.yaml"):

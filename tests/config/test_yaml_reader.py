@@ -10,9 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_trainer.config.readers.config_source import read_json
-from accel_trainer.config.readers.document import MAX_DEPTH, MAX_NODES, Key, document_from_mapping
-from accel_trainer.config.readers.yaml_reader import dump_yaml, read_yaml
+from accel_trainer.config.document import MAX_DEPTH, MAX_NODES, Key, document_from_mapping
+from accel_trainer.config.yaml_reader import dump_yaml, read_json, read_yaml
 from accel_trainer.errors import ConfigError
 
 
@@ -160,6 +159,23 @@ def test_any_text_is_read_or_refused_as_a_configuration(text):
             read(text, "x")
 
 
-@given(CONTENT.map(lambda content: json.dumps(content, allow_nan=False) if "inf" not in repr(content) else "{}"))
-def test_the_second_pass_over_json_agrees_with_the_standard_parser(text):
+@given(CONTENT.filter(lambda content: "inf" not in repr(content)), st.booleans(), st.sampled_from([None, "\t", 1]))
+def test_json_is_read_as_the_standard_parser_reads_it(content, ensure_ascii, indent):
+    text = json.dumps(content, ensure_ascii=ensure_ascii, indent=indent)
+
     assert read_json(text, "x").root.plain() == json.loads(text)
+
+
+@pytest.mark.parametrize("text", ['{"a"\n: {"b": [1]}}', '{"a": "\x7f"}', '{"' + "a" * 2000 + '": 1}'])
+def test_json_that_is_no_yaml_is_read_without_lines(text):
+    document = read_json(text, "x")
+
+    assert (document.root.plain(), document.root.line) == (json.loads(text), None)
+
+
+@pytest.mark.parametrize("text", [r'{"a": "\ud83d\ude00 \/"}', '{"a": "x\u2028y\x85"}', '{\n\t"a":\t1e2}'])
+def test_json_that_yaml_would_read_otherwise_keeps_its_values_and_lines(text):
+    document = read_json(text, "x")
+
+    assert document.root.plain() == json.loads(text)
+    assert next(iter(document.root.value)).line == text.count("\n") + 1

@@ -1,6 +1,7 @@
-"""`accel-trainer convert`: a configuration in another spelling, or for another engine; and `to-fsdp2`.
+"""Configurations of DeepSpeed as ones for FSDP2 and back, other spellings of one, and FSDP1's as FSDP2's.
 
-As `accel_trainer.commands.to_fsdp2` it is where programs look for the second command as functions.
+These are `accel-trainer convert` and `to-fsdp2`; as `accel_trainer.commands.to_fsdp2` it is where programs look for
+the second one as functions.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from typing import Any
 
 from accel_trainer import logging
 from accel_trainer.config import Dialect, read_file, resolve, to_file_dict
-from accel_trainer.config.deepspeed.block import leaves, read_block
+from accel_trainer.config.deepspeed_block import leaves, read_block
 from accel_trainer.config.dialects.fsdp import WITHOUT_EFFECT, fsdp_keys, strategy_name
-from accel_trainer.config.readers.yaml_reader import dump_yaml
 from accel_trainer.config.schema import (
     FrozenDict,
     FSDPConfig,
@@ -28,8 +28,9 @@ from accel_trainer.config.schema import (
     get_value,
 )
 from accel_trainer.config.validation import show
+from accel_trainer.config.yaml_reader import dump_yaml
 from accel_trainer.errors import ConfigError
-from accel_trainer.launch.cli import as_subcommand
+from accel_trainer.launch.cli import add_option, as_subcommand, command_parser
 from accel_trainer.launch.config_file import ClusterConfig, write_config
 
 logger = logging.get_logger(__name__)
@@ -78,35 +79,32 @@ _TARGETS = {
 
 
 def run_convert(words: Sequence[str]) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        ConfigError: the file is wrong or cannot be converted, or the result cannot be written.
-    """
+    """Run the command and return its exit code."""
     arguments = convert_parser().parse_args(words)
     resolved = resolve(file=arguments.source)
-    config = resolved.config
-    kind = arguments.to or (_SHARDED if config.strategy == "deepspeed" else "deepspeed")
-    content, lost = _convert(config, kind)
-    lost = [*resolved.notes, *lost]
-    suffix = ".json" if kind in ("deepspeed", "fsdp_config") else ".yaml"
+    kind = arguments.to or (_SHARDED if resolved.config.strategy == "deepspeed" else "deepspeed")
+    content, lost = _convert(resolved.config, kind)
     if arguments.target is None:
-        print(_text(content, suffix), end="")
+        print(_text(content, ".json" if kind in ("deepspeed", "fsdp_config") else ".yaml"), end="")
     else:
-        _write(Path(arguments.target), content)
+        path = Path(arguments.target)
+        if path.suffix not in _SUFFIXES:
+            raise ConfigError(f"{path} has the suffix {path.suffix!r}; expected one of {', '.join(_SUFFIXES)}")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no {path.parent}; name another file")
+        write_config(path, _text(content, path.suffix), is_new=True)
         print(f"{arguments.source} -> {arguments.target}")
-    for line in lost:
+    for line in (*resolved.notes, *lost):
         print(f"- {line}", file=sys.stderr if arguments.target is None else sys.stdout)
     return 0
 
 
 def convert_parser() -> argparse.ArgumentParser:
     """Return the parser of `accel-trainer convert`."""
-    parser = argparse.ArgumentParser(
-        "accel-trainer convert",
-        description="Write a configuration of any spelling that is read (ours, accelerate's of any version, "
-        "fsdp_config, DeepSpeed's) in another one, or for another engine. What changes and what is lost is listed.",
-        allow_abbrev=False,
+    parser = command_parser(
+        "convert",
+        "Write a configuration of any spelling that is read (ours, accelerate's of any version, fsdp_config, "
+        "DeepSpeed's) in another one, or for another engine. What changes and what is lost is listed.",
     )
     parser.add_argument("source", metavar="IN", help="a file, or a packaged name such as zero3 or full_shard")
     parser.add_argument("target", metavar="OUT", nargs="?", help="file to write, .json or .yaml; else it is printed")
@@ -154,18 +152,6 @@ def _text(content: dict[str, object], suffix: str) -> str:
     return json.dumps(content, indent=2) + "\n" if suffix == ".json" else dump_yaml(content)
 
 
-def _write(path: Path, content: dict[str, object]) -> None:
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"{path} has the suffix {path.suffix!r}; expected one of {', '.join(_SUFFIXES)}")
-    try:
-        with open(path, "x", encoding="utf-8") as target:
-            target.write(_text(content, path.suffix))
-    except FileExistsError:
-        raise ConfigError(f"{path} exists, and is left as it is; give another name, or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-
-
 def to_fsdp(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return a DeepSpeed run as one that shards with FSDP2, and a line for everything that is not the same.
 
@@ -181,14 +167,12 @@ def to_fsdp(config: RunConfig) -> tuple[RunConfig, list[str]]:
     devices = {get_key(block.data, path, "none") for path in _DEVICES}
     fsdp = FSDPConfig(reshard_after_forward=stage == 3, offload_params=bool(devices & {"cpu", "nvme"}))
     lost = list(_approximations(stage, block.data))
-    lost.extend(f"{name} has no counterpart: {reason}" for name, reason in _without_counterpart(block.data))
-    lost.extend(f"{name} has no counterpart: start the script on each machine" for name in block.launch)
-    return dataclasses.replace(
-        config,
-        strategy=_SHARDED if stage else "ddp",
-        fsdp=fsdp if stage else FSDPConfig(),
-        deepspeed=FrozenDict(),
-    ), lost
+    missing = {**_without_counterpart(block.data), **dict.fromkeys(block.launch, "start the script on each machine")}
+    lost += [f"{name} has no counterpart: {reason}" for name, reason in missing.items()]
+    options: dict[str, Any] = (
+        {"strategy": _SHARDED, "fsdp": fsdp} if stage else {"strategy": "ddp", "fsdp": FSDPConfig()}
+    )
+    return dataclasses.replace(config, **options, deepspeed=FrozenDict()), lost
 
 
 def _approximations(stage: int, data: Mapping[str, Any]) -> Iterator[str]:
@@ -201,17 +185,15 @@ def _approximations(stage: int, data: Mapping[str, Any]) -> Iterator[str]:
         yield f"{_DEVICES[0]} is 'cpu': fsdp.offload_params keeps the parameters in CPU memory too"
 
 
-def _without_counterpart(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    seen = set()
+def _without_counterpart(data: Mapping[str, Any]) -> dict[str, str]:
+    missing = {}
     for path, value in leaves(data):
         # A value that asks for nothing, or is left to the run, is not lost.
-        if path in (*_TAKEN, *_UNNEEDED) or value in (None, False, 0, "auto", "none", {}):
-            continue
-        top = path.partition(".")[0]
-        name = top if top in _INSTEAD else path
-        if name not in seen:
-            seen.add(name)
-            yield name, _INSTEAD.get(name, f"{show(value)} is left out")
+        if path not in (*_TAKEN, *_UNNEEDED) and value not in (None, False, 0, "auto", "none", {}):
+            top = path.partition(".")[0]
+            name = top if top in _INSTEAD else path
+            missing[name] = _INSTEAD.get(name, f"{show(value)} is left out")
+    return missing
 
 
 def to_deepspeed(config: RunConfig) -> tuple[dict[str, Any], list[str]]:
@@ -322,13 +304,13 @@ def run_to_fsdp2(words: Sequence[str]) -> int:
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accel-trainer to-fsdp2`; with `subparsers`, as their command `to-fsdp2`."""
-    description = (
+    parser = command_parser(
+        "to-fsdp2",
         "Rewrite a file of accelerate for FSDP1 as one for FSDP2, for accelerate's own use: accel-trainer reads both, "
-        "and runs both with FSDP2."
+        "and runs both with FSDP2.",
     )
-    parser = argparse.ArgumentParser("accel-trainer to-fsdp2", description=description, allow_abbrev=False)
-    parser.add_argument("--config_file", "--config-file", required=True, metavar="IN", help="the file to rewrite")
-    parser.add_argument("--output_file", "--output-file", metavar="OUT", help="YAML file to write; default: IN")
+    add_option(parser, "config_file", required=True, metavar="IN", help="the file to rewrite")
+    add_option(parser, "output_file", metavar="OUT", help="YAML file to write; default: IN")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it is there already")
     return as_subcommand(parser, subparsers, "to-fsdp2", to_fsdp2_command)
 
@@ -351,11 +333,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
 
 
 def load_config(config_file: str | Path) -> dict[str, Any]:
-    """Return the keys and values of a file of accelerate, which is checked.
-
-    Raises:
-        ConfigError: something in it is wrong, or it is another kind of file.
-    """
+    """Return the keys and values of a file of accelerate; a ConfigError says what is wrong in it."""
     read = read_file(str(config_file))
     if read.dialect is not Dialect.ACCELERATE:
         raise ConfigError(

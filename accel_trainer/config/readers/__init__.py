@@ -1,1 +1,0 @@
-"""YAML and JSON into documents whose values remember their line."""

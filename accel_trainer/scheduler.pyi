@@ -1,0 +1,1 @@
+from accel_trainer.accelerator.accelerated_scheduler import *

@@ -1,0 +1,1 @@
+from accel_trainer.accelerator.shared_state import *

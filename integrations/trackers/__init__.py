@@ -1,1 +1,0 @@
-"""Experiment trackers: one file for each, imported when a run asks for it."""
