@@ -176,17 +176,25 @@ def _claim(path: Path, descriptor: int, *, may_wait: bool) -> bool:
     # The owner before this one may have removed the name since it was opened: another process locks a new file by now.
     if not _is_same_file(path, descriptor):
         return False
-    owner = _owner(descriptor)
-    if owner:
-        # Of a host of the same name the kernel has told; NFS and Lustre can be mounted with locks of one machine alone.
-        is_told = has_locks and owner["host"] == socket.gethostname()
-        if not is_told and not _is_gone(owner) and _wait_for_sign_of_life(path, descriptor, owner):
-            raise _locked(path, owner)
-        _warn_of_takeover(path, owner)
+    if owner := _owner(descriptor):
+        _take_over(path, descriptor, owner, has_locks)
+    _sign(descriptor)
+    return True
+
+
+def _take_over(path: Path, descriptor: int, owner: dict[str, Any], has_locks: bool) -> None:
+    """Warn of the signature of an owner that is gone; raise where it is not."""
+    # Of a host of the same name the kernel has told; NFS and Lustre can be mounted with locks of one machine alone.
+    is_told = has_locks and owner["host"] == socket.gethostname()
+    if not is_told and not _is_gone(owner) and _wait_for_sign_of_life(path, descriptor, owner):
+        raise _locked(path, owner)
+    _warn_of_takeover(path, owner)
+
+
+def _sign(descriptor: int) -> None:
     signature = {"host": socket.gethostname(), "space": _space(), "pid": os.getpid()}
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps({**signature, "since": time.strftime("%Y-%m-%d %H:%M:%S")}).encode(), 0)
-    return True
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:

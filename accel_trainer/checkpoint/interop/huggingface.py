@@ -175,20 +175,11 @@ def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 
         ConfigError: `target` is there already, and no empty directory.
         IncompatibleCheckpointError: parameters of the optimizer have no names, or others than the weights have.
     """
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target.absolute()} is there already; give a new directory, or an empty one")
     if (source / MANIFEST_NAME).is_file():
-        stored = open_checkpoint(source, ALONE, verify)
-        own = [name for name in stored.manifest.files if name.startswith(f"unit_{unit}.")]
-        stored.check(own or stored.manifest.files)  # of a Trainer's checkpoint, all
-    found = find_weights(source, unit, "off")
-    weights = {name: found.lazy(name) for name in found}
-    for alias, name in read_tied(source, unit).items():
-        shared = weights.get(name, weights.get(alias))
-        if shared is not None:
-            # One object for both: torch.save writes a storage once, and its reader ties them again.
-            weights[name] = weights[alias] = shared
-    optimizer = _find_optimizer(source, unit)
+        _verify(source, unit, verify)
+    weights, optimizer = _tied_weights(source, unit), _find_optimizer(source, unit)
     _check_names(source, weights, optimizer)
     # Under another name until it is whole: upstream loads what it finds, with no marker to tell.
     incomplete = target.with_name(f".{target.name}.incomplete")
@@ -196,11 +187,8 @@ def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 
     incomplete.mkdir(parents=True)
     try:
         with explain_full_disk(incomplete):
-            # The files of a Trainer's checkpoint beside weights and optimizer; of other checkpoints, none.
-            for path in source.iterdir() if (source / "trainer_state.json").is_file() else ():
-                is_kept = not any(fnmatch(path.name, name) for name in _REPLACED)
-                if is_kept and path.is_file() and not path.is_symlink():
-                    shutil.copyfile(path, incomplete / path.name)
+            if (source / "trainer_state.json").is_file():
+                _copy_trainer_files(source, incomplete)
             (_write_sharded if is_sharded else _write_full)(incomplete, unit, weights, optimizer)
             for path in (*incomplete.rglob("*"), incomplete):
                 fsync_path(path)
@@ -209,6 +197,32 @@ def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 
     finally:
         shutil.rmtree(incomplete, ignore_errors=True)
     return sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+
+
+def _verify(source: Path, unit: int, verify: str) -> None:
+    stored = open_checkpoint(source, ALONE, verify)
+    own = [name for name in stored.manifest.files if name.startswith(f"unit_{unit}.")]
+    stored.check(own or stored.manifest.files)  # of a Trainer's checkpoint, all
+
+
+def _tied_weights(source: Path, unit: int) -> dict[str, LazyTensor]:
+    """Return the weights of a checkpoint under all their names."""
+    found = find_weights(source, unit, "off")
+    weights = {name: found.lazy(name) for name in found}
+    for alias, name in read_tied(source, unit).items():
+        shared = weights.get(name, weights.get(alias))
+        if shared is not None:
+            # One object for both: torch.save writes a storage once, and its reader ties them again.
+            weights[name] = weights[alias] = shared
+    return weights
+
+
+def _copy_trainer_files(source: Path, target: Path) -> None:
+    """Copy the files of a Trainer's checkpoint beside weights and optimizer."""
+    for path in source.iterdir():
+        is_kept = not any(fnmatch(path.name, name) for name in _REPLACED)
+        if is_kept and path.is_file() and not path.is_symlink():
+            shutil.copyfile(path, target / path.name)
 
 
 def _find_optimizer(source: Path, unit: int) -> Optimizer | None:

@@ -184,12 +184,8 @@ def load_checkpoint_in_model(
     if offload_8bit_bnb:
         raise ConfigError("offload_8bit_bnb=True is not offered; load the model with transformers' own quantization")
     index: Index = {} if offload_index is None else offload_index
-    has_place = offload_folder is not None or offload_index is not None
-    if not has_place and isinstance(device_map, Mapping) and DISK in device_map.values():
-        raise ConfigError(
-            "device_map sends modules to 'disk', and nothing says where dispatch_model() will find them; give "
-            "offload_folder, or call load_checkpoint_and_dispatch()"
-        )
+    if offload_folder is None and offload_index is None:
+        _refuse_disk(device_map)
     model = unwrap_module(model)
     weights = _open(Path(checkpoint), broadcast_from_rank0)
     if verify:
@@ -198,15 +194,12 @@ def load_checkpoint_in_model(
     groups = names_by_tensor(own)
     # Names and shapes of all before the first is filled: a model that does not fit is left as it was.
     sources, missing, unexpected = _match(own, groups.values(), weights)
-    if strict and (missing or unexpected):
-        raise IncompatibleCheckpointError(
-            f"{weights.path} {_describe(missing, unexpected, model)}; load with strict=False to accept"
-        )
+    if strict:
+        _refuse_differences(weights, model, missing, unexpected)
     devices = _choose_devices(model, groups.values(), device_map, offload_buffers)
     dtypes = _choose_dtypes(own, sources, dtype, keep_in_fp32_modules)
     on_disk: set[str] = set()
-    in_file_order = {name: position for position, name in enumerate(weights)}
-    for name, stored in sorted(sources.items(), key=lambda pair: in_file_order[pair[1]]):
+    for name, stored in _in_file_order(sources, weights):
         names, device = groups[id(own[name])], devices[name]
         if device == DISK:
             index[name] = _leave_on_disk(own[name], weights, stored, dtypes[name], name, offload_folder)
@@ -214,13 +207,45 @@ def load_checkpoint_in_model(
             on_disk.update(names)
         else:
             _fill(own[name], weights, stored, device, dtypes[name])
-    left = [name for name in _fill_missing(model, missing, init_missing, device_map) if name not in on_disk]
-    if missing or unexpected or left:
-        logger.warning("%s %s", weights.path, _describe(missing, unexpected, model, left))
-    if index and offload_index is None and offload_folder is not None:
-        Path(offload_folder).mkdir(parents=True, exist_ok=True)
-        save_offload_index(index, offload_folder)
-    return LoadReport(missing, unexpected, left)
+    initialized = _fill_missing(model, missing, init_missing, device_map)
+    report = LoadReport(missing, unexpected, [name for name in initialized if name not in on_disk])
+    _warn(weights, model, report)
+    if offload_index is None and offload_folder is not None:
+        _write_index(index, Path(offload_folder))
+    return report
+
+
+def _refuse_differences(weights: Weights, model: nn.Module, missing: list[str], unexpected: list[str]) -> None:
+    if missing or unexpected:
+        raise IncompatibleCheckpointError(
+            f"{weights.path} {_describe(missing, unexpected, model)}; load with strict=False to accept"
+        )
+
+
+def _warn(weights: Weights, model: nn.Module, report: LoadReport) -> None:
+    if any(report):
+        logger.warning(
+            "%s %s", weights.path, _describe(report.missing_keys, report.unexpected_keys, model, report.left_on_meta)
+        )
+
+
+def _write_index(index: Index, folder: Path) -> None:
+    if index:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_offload_index(index, folder)
+
+
+def _in_file_order(sources: Mapping[str, str], weights: Weights) -> list[tuple[str, str]]:
+    position = {name: index for index, name in enumerate(weights)}
+    return sorted(sources.items(), key=lambda pair: position[pair[1]])
+
+
+def _refuse_disk(device_map: DeviceMap | None) -> None:
+    if isinstance(device_map, Mapping) and DISK in device_map.values():
+        raise ConfigError(
+            "device_map sends modules to 'disk', and nothing says where dispatch_model() will find them; give "
+            "offload_folder, or call load_checkpoint_and_dispatch()"
+        )
 
 
 def _verify(weights: Weights) -> None:

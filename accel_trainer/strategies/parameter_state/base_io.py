@@ -70,12 +70,7 @@ def match_model(
     groups = names_by_tensor(own).values()
     saved_names = {names[0]: next((name for name in names if name in saved), None) for names in groups}
     pairs = [(name, saved_name) for name, saved_name in saved_names.items() if saved_name is not None]
-    problems = []
-    for name, saved_name in pairs:
-        found, expected = tuple(saved[saved_name].shape), shape_of(own[name])
-        if found != expected and name.rpartition(".")[2] != EXTRA_STATE:
-            problems.append(f"{name} is {found} in the checkpoint and {expected} in the model")
-    del problems[10:]
+    problems = _differing_shapes(own, saved, pairs, shape_of)[:10]
     if strict:
         missing = [name for name, saved_name in saved_names.items() if saved_name is None]
         problems += _describe("missing in the checkpoint", missing)
@@ -86,6 +81,20 @@ def match_model(
             "Build the model that was saved, or load with strict=False where names may differ"
         )
     return pairs
+
+
+def _differing_shapes(
+    own: Mapping[str, Tensor],
+    saved: Mapping[str, Tensor],
+    pairs: Sequence[tuple[str, str]],
+    shape_of: Callable[[Tensor], tuple[int, ...]],
+) -> list[str]:
+    problems = []
+    for name, saved_name in pairs:
+        found, expected = tuple(saved[saved_name].shape), shape_of(own[name])
+        if found != expected and name.rpartition(".")[2] != EXTRA_STATE:
+            problems.append(f"{name} is {found} in the checkpoint and {expected} in the model")
+    return problems
 
 
 def match_groups(saved: Mapping[str, Any], own_groups: Sequence[Sequence[str]]) -> list[Any] | str:

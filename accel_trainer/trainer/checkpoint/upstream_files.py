@@ -314,15 +314,12 @@ def save_optimizer(trainer: Trainer, output_dir: str) -> None:
     """Write the optimizer's and the scheduler's state next to the model. Collective where the model is sharded."""
     directory, writes = Path(output_dir), trainer.args.should_save
     staged, replicas, io = _staged(trainer, directory), trainer.local_replicas, _io(trainer)
-    is_apart, accelerator = replicas is not None and replicas.is_apart, trainer.accelerator
-    # An engine's state in full would be gathered parameter by parameter, with two collectives for each.
-    in_shards = accelerator.strategy.capabilities.builds_engine or accelerator.state.saves_shards
-    if staged is not None and (is_apart or trainer.is_sharded and in_shards):
+    is_apart = replicas is not None and replicas.is_apart
+    if staged is not None and (is_apart or _saves_shards(trainer)):
         # With the weights only where each rank has its own: model.safetensors is the mean of those.
         io.save(staged, SHARDS_PREFIX, weights=is_apart)
-        if replicas is not None and replicas.outer is not None and writes:
-            with staged.open(OUTER_OPTIMIZER_NAME) as file:
-                torch.save(replicas.outer.state_dict(), file)
+        if replicas is not None and replicas.outer is not None:
+            _save_outer(staged, replicas.outer, writes)
     elif trainer.is_sharded:
         if state := io.full_optimizer_state(keep=writes):
             with _create(trainer, directory, FULL_OPTIMIZER_NAME) as file:
@@ -331,9 +328,26 @@ def save_optimizer(trainer: Trainer, output_dir: str) -> None:
         with _create(trainer, directory, PLAIN_OPTIMIZER_NAME) as file:
             torch.save(trainer.optimizer.state_dict(), file)
     if writes:
-        with warnings.catch_warnings(record=True) as caught, _create(trainer, directory, SCHEDULER_NAME) as file:
-            torch.save(trainer.lr_scheduler.state_dict(), file)
-        reissue_pt_warnings(caught)
+        _save_scheduler(trainer, directory)
+
+
+def _saves_shards(trainer: Trainer) -> bool:
+    accelerator = trainer.accelerator
+    # An engine's state in full would be gathered parameter by parameter, with two collectives for each.
+    in_shards = accelerator.strategy.capabilities.builds_engine or accelerator.state.saves_shards
+    return trainer.is_sharded and in_shards
+
+
+def _save_outer(staged: StagedDirectory, outer: OuterOptimizer, writes: bool) -> None:
+    if writes:
+        with staged.open(OUTER_OPTIMIZER_NAME) as file:
+            torch.save(outer.state_dict(), file)
+
+
+def _save_scheduler(trainer: Trainer, directory: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught, _create(trainer, directory, SCHEDULER_NAME) as file:
+        torch.save(trainer.lr_scheduler.state_dict(), file)
+    reissue_pt_warnings(caught)
 
 
 def _as_held(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
