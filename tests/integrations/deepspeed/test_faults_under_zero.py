@@ -12,14 +12,14 @@ pytest.importorskip("deepspeed")
 
 from tests.fault_injection import fault_env
 from tests.ranks import RankFailure, map_jobs, preload, run_ranks
-from tests.runtime.test_rank_watch import hanging_script, native_script
+from tests.runtime.test_rank_watch import as_script, hanging_script, native_loop
 from tests.trainer_jobs import build_trainer
 
 preload("accel_trainer.accelerator", "deepspeed")
 
 
 def native(folder: str, stage: int) -> None:
-    native_script("deepspeed", folder, {"deepspeed": {"zero_stage": stage}})
+    as_script(native_loop, "deepspeed", folder, {"deepspeed": {"zero_stage": stage}})
 
 
 def hanging(folder: str, stage: int) -> None:
