@@ -134,11 +134,7 @@ def load_arguments_adapter(name: str) -> Any:
 
 
 def register_tracker(name: str, target: str) -> None:
-    """Add a tracker under `name`; `target` is `"package.module:ClassName"`, imported at first use.
-
-    Raises:
-        ConfigError: the name is taken, or the target is not of that form.
-    """
+    """Add a tracker under `name`; `target` and errors as of `register_strategy`."""
     _TRACKERS.add(name, target)
 
 

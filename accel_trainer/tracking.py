@@ -179,10 +179,7 @@ def is_secret(name: str) -> bool:
 
 
 def mask_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with those of keys such as `api_key`, `hub_token` or `password` replaced by `***`.
-
-    At any depth of mappings and lists, and in texts; see `redact`.
-    """
+    """Return the values, nested ones too, with those of keys such as `api_key` as `***`; texts as of `redact`."""
     return {
         key: MASK if value is not None and is_secret(str(key)) and not isinstance(value, Mapping) else _mask(value)
         for key, value in values.items()
@@ -210,11 +207,7 @@ def secrets_of(values: Mapping[str, Any]) -> set[str]:
 
 
 def redact(text: str, secrets: Collection[str] = ()) -> str:
-    """Return a text, a command or an exception's message, without secrets.
-
-    Those are the given ones, values behind the name of a secret (`--hub_token X`, `api_key='X'`), and credentials in
-    addresses.
-    """
+    """Return a text without secrets: those given, values behind a secret's name, and credentials in addresses."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
     return _CREDENTIALS_IN_URL.sub(f"{MASK}@", _NAMED_VALUE.sub(_mask_named, text))

@@ -46,11 +46,7 @@ class TensorBoardTracker(_NamedTracker):
         return self.run
 
     def start(self) -> None:
-        """Open the event file.
-
-        Raises:
-            ConfigError: there is no directory for it.
-        """
+        """Open the event file; a ConfigError without a directory for it."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self.logging_dir is None:
@@ -70,11 +66,7 @@ class TensorBoardTracker(_NamedTracker):
         self.run.flush()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write numbers as scalars, texts as text, and dicts as several scalars in one chart.
-
-        Raises:
-            ConfigError: a value is none of those; the others are written.
-        """
+        """Write numbers, texts, and dicts as scalars in one chart; a ConfigError for others, after the rest."""
         unknown = {}
         for key, value in values.items():
             if isinstance(value, str):
@@ -189,11 +181,7 @@ class MLflowTracker(GeneralTracker):
         nested_run: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep the experiment's name and the options of its run.
-
-        Args:
-            nested_run: `nested` of `mlflow.start_run`, under accelerate's name.
-        """
+        """Keep the experiment's name and its run's options; `nested_run` is accelerate's name of `nested`."""
         nested = {} if nested_run is None else {"nested": nested_run}
         super().__init__(experiment_name or "", logging_dir, **nested, **kwargs)
 
@@ -229,11 +217,7 @@ class MLflowTracker(GeneralTracker):
             mlflow.log_params(batch)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Store numbers as metrics.
-
-        Raises:
-            ConfigError: a value is no number; the numbers are stored.
-        """
+        """Store numbers as metrics; of other values a ConfigError, after the numbers are stored."""
         import mlflow
 
         metrics = {_name(key): float(value) for key, value in values.items() if isinstance(value, bool | int | float)}

@@ -110,10 +110,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @section("optimizer step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters at the end of an accumulation window; do nothing before it. See the unit's `step`.
-
-        Returns:
-            Value of the first call of `closure`, as of torch's own optimizers; None without one.
+        """Update the parameters at the end of an accumulation window; return what `closure` returned at its first call.
 
         Raises:
             ConfigError: it holds parameters of several models, and only some of their windows end.

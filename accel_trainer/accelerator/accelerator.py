@@ -233,10 +233,7 @@ class Accelerator(
         self.config = self.resolved.config
 
     def reconfigure(self, resolved: Resolved) -> None:
-        """Prepare models by another configuration, of the same strategy and precision, from now on.
-
-        For loops that learn late what an engine's own configuration leaves open, the number of updates for instance.
-        """
+        """Prepare models by another configuration of the same strategy and precision: an engine's own, known late."""
         self.resolved, self.config = resolved, resolved.config
 
     def is_prepared(self, model: nn.Module) -> bool:

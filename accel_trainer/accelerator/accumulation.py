@@ -259,10 +259,7 @@ class OpenWindows:
         return {"units": [_save(prepared) for prepared in self._prepared], "reader": self._readers.rank}
 
     def plan_load(self, read: Callable[[int], Mapping[str, Any]] | None, num_ranks: int) -> Callable[[], None]:
-        """Check that saved windows fit, and return a function that opens them; one that closes all without a reader.
-
-        Ranks do not communicate. `read` returns the saved state of one of the `num_ranks` ranks that there were.
-        """
+        """Return a function that opens saved windows, once they fit, or closes all without `read`. Not collective."""
         if read is None:
             return partial(self._load, read, num_ranks)
         for prepared, saved in zip(self._prepared, read(0)["units"], strict=True):

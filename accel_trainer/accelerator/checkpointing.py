@@ -136,10 +136,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         return _add_hook(self._registered.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Have `hook(models, input_dir)` called by `load_state`, on every rank, once the files are verified.
-
-        Of a model that it takes out of `models`, `load_state` leaves the weights to it.
-        """
+        """Have `hook(models, input_dir)` called on every rank once files are verified; it keeps models it takes out."""
         return _add_hook(self._registered.load_hooks, hook)
 
     @property
@@ -149,11 +146,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
     @property
     def checkpoint_metrics(self) -> dict[str, float]:
-        """Metrics of the last save and the last load, to be logged.
-
-        `ckpt/stall_s` (how long the run stood still), `ckpt/duration_s` (until the commit), `ckpt/bytes` (on the rank
-        that commits), `resume/select_s`, `resume/verify_s`, `resume/load_s`.
-        """
+        """Metrics of the last save and load: `ckpt/stall_s`, `ckpt/duration_s`, `ckpt/bytes`, `resume/load_s`, ..."""
         return dict(self._checkpointer.metrics.values)
 
     def _train_state(self) -> TrainState:
@@ -388,11 +381,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         return self._stop_point.is_reached()
 
     def check_replicas(self, section: str) -> None:
-        """Refuse to save where ranks differ in their updates, learning rates or replicas' weights. Collective.
-
-        Raises:
-            DesyncError: on every rank; NonFiniteError where weights of some are NaN or infinite.
-        """
+        """Raise a DesyncError on every rank where updates, learning rates or replicas' weights differ. Collective."""
         check, scaler = self._prepared.replica_check, self.scaler
         if check is None:
             return

@@ -91,10 +91,7 @@ class LocalSGD:
             self._replicas.finish() if kind is None else self._replicas.abandon()
 
     def step(self) -> None:
-        """Count an update; average the weights after every `local_sgd_steps`. Collective then.
-
-        Called once for each micro-batch or update, after `optimizer.step()`.
-        """
+        """Count an update, after `optimizer.step()`; average weights after `local_sgd_steps`. Collective then."""
         if not self.enabled:
             self.num_steps += 1
         elif self._window.is_last:

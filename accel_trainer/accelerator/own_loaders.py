@@ -186,10 +186,7 @@ class DataLoaderDispatcher(metaclass=_MadeByHand):
         torch_device_mesh: Any = None,
         **kwargs: Any,
     ) -> PreparedDataLoader:
-        """Return a `DataLoader(dataset, **kwargs)` that rank 0 reads for all ranks. Collective in each step.
-
-        `split_batches` and `slice_fn` are not offered: batches are collated for their rank, and never cut.
-        """
+        """Return a `DataLoader(dataset, **kwargs)` that rank 0 reads and collates for all. Collective in each step."""
         if split_batches:
             raise ConfigError(
                 "DataLoaderDispatcher(split_batches=True): a batch is collated for its rank here, and never cut; "

@@ -23,11 +23,7 @@ from accel_trainer.strategies.optimizers import check_disjoint, parameters_of
 
 
 class Prepared:
-    """Units of an Accelerator with the optimizers that step them, their schedulers, and the data loaders.
-
-    Every object is in its list once. A wrapped optimizer is known to the schedulers of the optimizer that it wraps,
-    whichever of the two is prepared first.
-    """
+    """Units of an Accelerator with the optimizers that step them, their schedulers, and the loaders, each once."""
 
     def __init__(self, guard: NonFiniteGuard | None = None, replica_check: ReplicaCheck | None = None) -> None:
         self.guard = guard
@@ -46,10 +42,7 @@ class Prepared:
         return [prepared.unit.model for prepared in self.units]
 
     def find(self, item: Any) -> PreparedUnit | None:
-        """Return the unit of a model or optimizer: the wrapped object and the user's own both lead there.
-
-        So does the wrapped object compiled: `torch.compile(prepared)`.
-        """
+        """Return the unit of a model or optimizer: of the wrapped object, compiled or not, or of the user's own."""
         for prepared in self.units:
             unit = prepared.unit
             if unit.is_released:  # by another Accelerator, which has prepared the model since

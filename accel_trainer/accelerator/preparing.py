@@ -107,10 +107,7 @@ class AcceleratorPreparing(AcceleratorSettings):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model, in `evaluation_mode` without an exchange of gradients. Collective.
-
-        An optimizer prepared afterwards is bound to it.
-        """
+        """Prepare one model; its optimizer may follow. `evaluation_mode` exchanges no gradients. Collective."""
         place = self.device_placement if device_placement is None else device_placement
         return self._prepare_models([model], [], _Request({id(model): place}, evaluation_mode))[id(model)]
 
@@ -180,11 +177,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> PreparedDataLoader:
-        """Return a loader that yields this rank's shard, on this rank's device. Collective for the first loader.
-
-        Args:
-            slice_fn_for_dispatch: not called, and said so.
-        """
+        """Return a loader of this rank's shard, on its device. Collective for the first loader."""
         if slice_fn_for_dispatch is not None:
             logger.warning_once("slice_fn_for_dispatch is not called: batches are collated for their rank, never cut")
         return self._prepared.add_data_loader(

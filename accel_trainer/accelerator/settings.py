@@ -45,10 +45,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class PassStart:
-    """The beginning of each pass over a prepared loader.
-
-    Loaders hold this and not their Accelerator, which would hold them in turn until the next collection of garbage.
-    """
+    """The beginning of each pass over a prepared loader, which would make a cycle if it held its Accelerator."""
 
     process: ProcessContext
     readers: ProcessContext
@@ -74,10 +71,7 @@ class _Handler(Forwarded[T | None]):
 
 
 class AcceleratorSettings(ProcessView):
-    """Attributes that `Accelerator.__init__` sets, and the configuration in force as properties.
-
-    The one base of the classes that the Accelerator's methods are spread over.
-    """
+    """Attributes that `Accelerator.__init__` sets, and the configuration in force as properties; base of its mixins."""
 
     resolved: Resolved
     config: RunConfig
@@ -243,10 +237,7 @@ class AcceleratorSettings(ProcessView):
 
     @property
     def even_batches(self) -> bool:
-        """Whether every rank gets batches of the same size, padded at the end of the data.
-
-        One that is set holds for loaders that are prepared later: sentence-transformers sets it for each of its own.
-        """
+        """Whether every rank gets equally many rows, padded at the end of the data; settable for later loaders."""
         return self._data_config.even_batches
 
     @even_batches.setter

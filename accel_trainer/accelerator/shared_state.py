@@ -338,10 +338,7 @@ class AcceleratorState(PartialState):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         debug: bool = False,
     ) -> None:
-        """Show the state made last, or make one.
-
-        Args:
-            process: with those behind it, given by the Accelerator.
+        """Show the state made last, or make one, of `process` where the Accelerator gives it.
 
         Raises:
             ConfigError: the state made last has another precision or device than is asked for.

@@ -40,10 +40,7 @@ logger = get_logger(__name__)
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict that safetensors takes: tied tensors once, under their first name, and contiguous.
-
-    Names that are left out are said in a warning.
-    """
+    """Return a state dict for safetensors: contiguous, tied tensors once, by the first name; others are logged."""
     tensors = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
     kept = distinct(tensors)
     if removed := sorted(set(tensors) - set(kept)):
@@ -82,11 +79,7 @@ def save(
 
 
 def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """Return an object that `torch.load` reads, of plain data, tensors and NumPy's arrays of numbers: no code is run.
-
-    Args:
-        **kwargs: arguments of `torch.load`; `weights_only=False` trusts the file, of any classes.
-    """
+    """Return what `torch.load` reads, of plain data, tensors and arrays; `weights_only=False` trusts any classes."""
     kwargs.setdefault("weights_only", True)
     with torch.serialization.safe_globals(PLAIN_ARRAYS):
         return torch.load(f, map_location=map_location, **kwargs)
@@ -181,10 +174,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of a model's optimizers: `optimizer.bin`, or shards in `optimizer_0/`. Collective.
-
-    Arguments and errors as of `save_fsdp_model`.
-    """
+    """Write optimizers' state: `optimizer.bin`, or shards in `optimizer_0/`; as `save_fsdp_model`. Collective."""
     in_shards, directory = _in_shards(fsdp_plugin, use_dcp), Path(output_dir)
     io = _optimizer_io(accelerator, optimizer, model)
     state = {} if in_shards else io.full_optimizer_state()
@@ -206,11 +196,7 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load the files of `save_fsdp_optimizer`, or of accelerate's. Collective.
-
-    Args:
-        adapter_only: not used: an optimizer has state of the parameters that it steps.
-    """
+    """Load the files of `save_fsdp_optimizer`, or of accelerate's; `adapter_only` is not used. Collective."""
     in_shards, directory = _in_shards(fsdp_plugin, use_dcp), Path(input_dir)
     io, section = _optimizer_io(accelerator, optimizer, model), f"load of {directory}"
     find = partial(_find, directory, "optimizer", optimizer_index, in_shards)
@@ -228,10 +214,7 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write the weights of a directory of shards as files that `from_pretrained` reads, on rank 0. Collective.
-
-    The function behind `accel-trainer merge-weights`.
-    """
+    """Write a directory of shards as files for `from_pretrained`, on rank 0, as `merge-weights` does. Collective."""
     process = current_process()
     with raise_together(process, f"merge of {checkpoint_dir}"):
         if process.is_main:

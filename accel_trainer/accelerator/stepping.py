@@ -129,12 +129,9 @@ class AcceleratorStepping(AcceleratorSettings):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[Any] = (), even_batches: bool | None = None) -> Iterator[None]:
-        """Context for loops in which ranks have unequal numbers of samples. Ranks do not communicate here.
-
-        Loaders need none: all ranks take every step, and a rank without samples takes part with weight zero.
+        """Context for ranks with unequal numbers of samples: prepared loaders need none, and `joinables` is not used.
 
         Args:
-            joinables: not used here.
             even_batches: whether prepared loaders whose passes begin in the block fill up their last step.
         """
         if even_batches is None:

@@ -28,10 +28,7 @@ TrackerChoice = str | GeneralTracker | type[GeneralTracker]
 
 
 class Trackers:
-    """Trackers of a run: chosen when it is made, opened by `init`, closed by `finish`.
-
-    One that cannot be reached is left out with a warning; one that fails later warns once and never stops the training.
-    """
+    """Trackers of a run; one that cannot be reached is left out, and one that fails later warns once."""
 
     def __init__(
         self,

@@ -135,10 +135,7 @@ def _is_inside(name: str, module: str) -> bool:
 def get_module_size_with_ties(
     tied_params: Sequence[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: Sequence[Entry]
 ) -> tuple[int, list[str], list[Any]]:
-    """Return the bytes of a module with the modules that its tied parameters bring along, their names, and themselves.
-
-    `tied_params` are names outside of the module. One in none of `modules_to_treat` brings nothing along.
-    """
+    """Return the bytes, names and modules of a module and of those that its tied parameters bring along."""
     names, modules, total = [], [], module_size
     for parameter in tied_params:
         entry = next((entry for entry in modules_to_treat if _is_inside(parameter, entry[0])), None)
@@ -166,10 +163,7 @@ def fallback_allocate(
     no_split_module_classes: Iterable[str] | None = None,
     tied_parameters: Iterable[Sequence[str]] | None = None,
 ) -> tuple[str | None, Any, list[Entry]]:
-    """Return the first module, at any depth, that fits into `size_limit` with its ties: name, module and the rest.
-
-    The modules around it are split up in what remains. Two None and `modules` where nothing fits.
-    """
+    """Return the first module, at any depth, that fits into `size_limit` with its ties: name, module and the rest."""
     rest = list(modules)
     try:
         limit = convert_file_size_to_int(size_limit)
@@ -194,10 +188,7 @@ def fallback_allocate(
 
 
 class _Allocation:
-    """One walk over a model: devices are filled one after the other, and one that does not fit is split or goes on.
-
-    The first accelerator and the host keep room for the largest layer that comes after: it is brought in to compute.
-    """
+    """One walk over a model: devices are filled in order; the first and the host leave room for the largest layer."""
 
     def __init__(
         self, model: nn.Module, budget: Mapping[Place, int], sizes: Mapping[str, int], no_split: Sequence[str]

@@ -76,11 +76,7 @@ def cpu_offload(
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model in host memory until its forward, and return it with a hook that moves it back.
-
-    It stays on the device after forward: for pipelines, in which one model runs in a loop before the next one does.
-    Arguments as of `CpuOffload`.
-    """
+    """Keep a model of a pipeline in host memory until its forward; return it with the `CpuOffload` hook."""
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)
@@ -437,11 +433,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
 def get_state_dict_from_offload(
     module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Device = "cpu"
 ) -> dict[str, Any]:
-    """Fill in those entries of `state_dict` that are tensors of a module, offloaded ones on a device, and return it.
-
-    Args:
-        module_name: the name of one tensor of the module, with the path to it, such as `"layers.0.weight"`.
-    """
+    """Fill in the entries of `state_dict` that are tensors of one module, found by the name of one; return it."""
     path = module_name.rpartition(".")[0]
     with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
         for name, tensor in module.state_dict().items():

@@ -21,10 +21,7 @@ _HOOK, _FORWARD = "_hf_hook", "_old_forward"
 
 
 class ModelHook:
-    """Code that runs when it is added to a module, before and after each forward, and when it is taken off.
-
-    A subclass overrides what it needs; the methods here do nothing.
-    """
+    """Code that runs when it is added to a module, around each forward, and when it is taken off: none by itself."""
 
     no_grad = False
     """Run the module's forward without gradients."""
@@ -254,11 +251,7 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Keep linear layers and convolutions in `storage_dtype`, such as `torch.float8_e4m3fn`, and compute in another.
-
-    Modules whose names match one of the regular expressions `skip_modules_pattern`, or of `skip_modules_classes`, stay
-    as they are, and all inside.
-    """
+    """Keep linear layers and convolutions in `storage_dtype` and compute in another; skipped ones stay as they are."""
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
     waiting = [("", module)]
     while waiting:

@@ -97,11 +97,7 @@ def accelerate_fields(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def block_of(source: BlockSource) -> dict[str, Any]:
-    """Return the block that a user's `deepspeed=` argument stands for; a file is named in it, not read.
-
-    Args:
-        source: a mapping, JSON text, base64 of JSON text, the path of a JSON or YAML file, or a packaged name.
-    """
+    """Return the block of `deepspeed=`: a mapping, JSON, base64 of JSON, a path (not read), or a packaged name."""
     if isinstance(source, Mapping):
         return thaw(source)
     if isinstance(source, str):
@@ -285,10 +281,7 @@ def _field_value(name: str, value: Any) -> Any:
 
 
 def leaves(content: Mapping[str, Any], section: str = "", *, known_only: bool = False) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of every value in nested mappings; an empty mapping is a value.
-
-    With `known_only` a mapping is a value unless it is a section of DeepSpeed's, which takes `autotuning` as one value.
-    """
+    """Yield (dotted path, value) of nested mappings; with `known_only`, only sections of DeepSpeed are entered."""
     for name, value in content.items():
         path = join(section, name)
         is_section = isinstance(value, Mapping) and bool(value)
@@ -367,10 +360,7 @@ def _lower_sources(below: Setting, value: Mapping[str, Any]) -> dict[str, Source
 
 
 def merge_levels(settings: dict[str, Setting], layers: Iterable[Layer], problems: list[str]) -> None:
-    """Put the block of all levels, weakest first, and the options that it fixes into `settings`.
-
-    Within a level, single keys (`deepspeed.zero_optimization.stage`) win over the block as a mapping.
-    """
+    """Put the block of all levels, weakest first, and the options that it fixes into `settings`; keys beat blocks."""
     block: Setting | None = None
     for layer in layers:
         above = layer.settings.get("deepspeed")
@@ -403,10 +393,7 @@ def _put_key(below: Setting | None, path: str, above: Setting) -> Setting:
 
 
 def _fix_options(settings: dict[str, Setting], block: Setting, problems: list[str]) -> None:
-    """Give accumulation and precision the values that the block fixes, since DeepSpeed goes by its own configuration.
-
-    An option of a weaker level is replaced; any other has to be the same.
-    """
+    """Give accumulation and precision the block's values; those of weaker levels are replaced, others the same."""
     try:
         content = read_block(block.value, origins={name: at.where for name, at in block_sources(block).items()})
     except FileProblemsError as error:

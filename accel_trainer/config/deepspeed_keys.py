@@ -164,10 +164,7 @@ def join(section: str, name: str) -> str:
 def unknown_keys(
     content: Mapping[str, Any], keys: Keys = KNOWN_KEYS, section: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the dotted path, and the beginning and the end of the message, of every key that is not in the tables.
-
-    The end names the nearest key, the section that the key belongs into, or what to do about a removed one.
-    """
+    """Yield dotted path, beginning and end (the way out) of the message for every key that is not in the tables."""
     for name, value in content.items():
         path = join(section, name)
         if path in REMOVED_KEYS and name not in keys:

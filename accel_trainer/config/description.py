@@ -88,11 +88,7 @@ def _property(spec: FieldSpec) -> dict[str, Any]:
 
 
 def commented_yaml(content: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
-    """Return a file of ours as YAML: a comment behind each key, and the line by which editors find the schema.
-
-    Args:
-        comments: on keys that the schema does not have, by dotted path.
-    """
+    """Return a file of ours as YAML with the schema's line and comments; `comments` are on keys without a schema."""
     from accel_trainer.config.yaml_reader import dump_yaml  # a launch asks this module for texts alone
 
     head = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"

@@ -1,7 +1,4 @@
-"""The tree of a configuration from its sources: explicit Python > command line > environment > file > default.
-
-Each option is decided on its own, and every value remembers where it came from.
-"""
+"""The configuration from its sources, each option by itself: Python > command line > environment > file > default."""
 
 from __future__ import annotations
 
@@ -198,10 +195,7 @@ def _file_layer(file: ConfigSource | FileConfig | None) -> Layer:
 
 
 def _file_layers(file: ConfigSource | FileConfig | None, launch_file: ConfigSource | FileConfig | None) -> list[Layer]:
-    """Return the options of a file of the script's, above those of the launch in the launcher's; or all of the latter.
-
-    The launcher has told the other faults of its file.
-    """
+    """Return the script's file above the launch options of the launcher's, or all of the latter."""
     launched = _file_layer(launch_file)
     if file is None:
         return [launched]

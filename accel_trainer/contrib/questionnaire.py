@@ -91,11 +91,7 @@ class Question:
 
 
 class Interview:
-    """The answers so far. Going back asks the last question again, with its answer as the default.
-
-    Args:
-        read: asks a question until its answer fits, and returns that; raises `_BackError` to go back.
-    """
+    """The answers so far, asked by `read` until they fit. Going back asks the last again, its answer the default."""
 
     def __init__(self, read: Callable[[Question], str]) -> None:
         self._read = read

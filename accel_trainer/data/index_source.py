@@ -40,10 +40,7 @@ logger = get_logger(__name__)
 def build_index_source(
     loader: DataLoader[Any], *, process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
 ) -> IndexSource:
-    """Return the source of a loader over a map-style dataset, for one shard, or for all where `shard` is None.
-
-    Collective where a sampler has a generator of its own: rank 0's seed counts.
-    """
+    """Return a map-style source of one shard, or of all for None. Collective where a sampler has its own generator."""
     _check(loader, shards)
     base: Any = _without_torchdata(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, loader)
     generator = find_generator(base)

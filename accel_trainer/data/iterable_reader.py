@@ -100,10 +100,7 @@ class _EpochStream(IterableDataset[Any]):
         self._step_streams.begin(int(self._epoch), self._num_begun)
 
     def _private_streams(self, *shard: int) -> PrivateStreams:
-        """Return the streams that the dataset draws from in this pass, alike whenever it is read.
-
-        Alike on all ranks unless a shard is given, also where a `worker_init_fn` seeds each rank's workers otherwise.
-        """
+        """Return the streams that the dataset draws from, alike on all ranks unless a shard is given."""
         epoch, worker = int(self._epoch), get_worker_info()
         if worker is None and not shard:
             return PrivateStreams(seed_for_epoch(self.seed, epoch))
@@ -172,10 +169,7 @@ class SlicedStream(_EpochStream):
             yield Step([], None, ends_reader=True, is_step=False)
 
     def _chunks(self) -> Iterator[tuple[list[Any], bool, Any]]:
-        """Yield global batches, whether each is the last, and the dataset's state after it.
-
-        Reads one sample ahead, or a batch with `drop_last`.
-        """
+        """Yield global batches, whether each is the last, and the dataset's state; reads a sample or a batch ahead."""
         size, is_alone = self.rule.per_round, self.rule.shards == 1
         ahead = size if self.rule.drop_last else 1
         num_samples, loaded = self._origin
@@ -251,10 +245,7 @@ _UNSHARDABLE = ("Cycling", "HorizontallyConcatenated", "RandomlyCycling", "Skip"
 
 
 def num_shards_of(dataset: Any) -> int:
-    """Return the number of shards that a stream offers through `num_shards` and `shard(num_shards, index)`, or 0.
-
-    Also 0 where the shards of `datasets` together yield other samples than the stream: after `take`, for one.
-    """
+    """Return the number of shards for `shard(num_shards, index)`; 0 where those of `datasets` yield other samples."""
     count = getattr(dataset, "num_shards", 0)
     for node in _nodes_of(dataset):
         if type(node).__name__.startswith(_UNSHARDABLE) or getattr(node, "drop_last_batch", False):
@@ -300,10 +291,7 @@ def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
 
 
 def can_resume_itself(dataset: Any) -> bool:
-    """Return whether a stream can go on exactly where its `state_dict()` was taken.
-
-    `datasets` loses the samples in its shuffle buffers; such a stream is read from its beginning instead.
-    """
+    """Return whether a stream goes on exactly at its state: `datasets` loses the samples in shuffle buffers."""
     if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
     return not any("Shuffled" in type(node).__name__ for node in _nodes_of(dataset))

@@ -38,11 +38,7 @@ from accel_trainer.runtime.torch_private import LOADER_AT_REST
 def build_stream_source(
     loader: DataLoader[Any], *, process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
 ) -> SliceSource | ShardSource:
-    """Return the source of a loader over an iterable dataset, for one shard, or for all of them where `shard` is None.
-
-    Each rank reads shards of its own where the stream is sharded by rank already or has enough shards. Other streams
-    are read by every rank.
-    """
+    """Return an iterable's source of one shard, or of all for None; all ranks read it unless it has enough shards."""
     batch_size = loader.batch_size or 1
     splits = config.split_batches and loader.batch_size is not None
     if splits:
@@ -275,11 +271,7 @@ class SliceSource(_StreamSource):
 
 
 def _last_marked(items: Iterator[Any], num_readers: int) -> Iterator[Any]:
-    """Yield steps with the last one's rows marked, where each reader marks the end of its own stream only.
-
-    A step that ends one reader's stream is held back while others are open: their next message may be that they have
-    nothing.
-    """
+    """Yield steps with the last one marked: one that ends a reader's stream waits until the others' are seen."""
     held: Step | None = None
     for item in items:
         is_marked = type(item) is Step and item.ends_reader
@@ -305,10 +297,7 @@ def _as_it_is(step: Step) -> Step:
 
 
 class ShardSource(_StreamSource):
-    """A stream in shards: each rank reads its own, and the ranks exchange at every step which of them have samples.
-
-    Three integers for each step, under way while the step before it is used.
-    """
+    """A stream in shards: each rank reads its own; at every step ranks exchange three integers, a step ahead of use."""
 
     has_exact_length = False
     _stream: ShardedStream
@@ -327,10 +316,7 @@ class ShardSource(_StreamSource):
         return super().readers * self._process.world_size
 
     def read(self, loader: Any, progress: Progress) -> Iterator[Any]:
-        """Yield this rank's batches, and its last one again, without valid rows, while other ranks have more.
-
-        Collective at every step.
-        """
+        """Yield this rank's batches, and the last without valid rows while others have more. Collective each step."""
         origin, skip = self.loaded, self._locate(progress)
         if origin is not None and origin.is_complete:
             return

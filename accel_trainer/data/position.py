@@ -88,10 +88,7 @@ class Position:
 
     @classmethod
     def at(cls, reached: Progress | Position | None, epoch: int, **facts: Any) -> Position:
-        """Return the position that a pass, or a loaded position, has reached; by default the epoch's beginning.
-
-        `facts` are the fields that describe the source, and not a pass.
-        """
+        """Return the position of a pass or loaded position, else the epoch's beginning; `facts` are the source's."""
         if reached is not None:
             names = ("samples", "steps", "is_complete", "dataset_state")
             facts.update((name, getattr(reached, name)) for name in names)

@@ -40,12 +40,7 @@ class SeedableRandomSampler(RandomSampler):
     def __init__(
         self, data_source: Sized, seed: int | None = None, epoch: int = 0, *, data_seed: int | None = None
     ) -> None:
-        """Shuffle `data_source`.
-
-        Args:
-            seed: the same on every rank; when None, `data_seed`, else torch's.
-            data_seed: the seed, under the name that accelerate gives it.
-        """
+        """Shuffle by `seed`, the same on every rank; when None by `data_seed` (accelerate's name), else torch's."""
         super().__init__(data_source)
         given = data_seed if seed is None else seed
         self.seed = torch.initial_seed() if given is None else given

@@ -137,10 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_command(path: str) -> Callable[..., Any]:
-    """Return the function that `MODULE:FUNCTION` names below `accel_trainer`; so `contrib` is found, and not imported.
-
-    The core of the package has to import without what stands there.
-    """
+    """Return the function of `MODULE:FUNCTION` below `accel_trainer`: `contrib` is found by it, and never imported."""
     module, _, function = path.partition(":")
     loaded: Callable[..., Any] = getattr(importlib.import_module(f"accel_trainer.{module}"), function)
     return loaded
@@ -161,10 +158,7 @@ def add_option(parser: argparse._ActionsContainer, name: str, **options: Any) ->
 def as_subcommand(
     parser: argparse.ArgumentParser, subparsers: Any, name: str, run: Callable[[argparse.Namespace], Any]
 ) -> argparse.ArgumentParser:
-    """Return the parser of a command; with `subparsers` of another program, the same one as its command `name`.
-
-    The arguments then have `run` as `func`, as programs with several commands expect.
-    """
+    """Return the parser of a command; with `subparsers`, as their command `name` whose results have `run` as `func`."""
     if subparsers is None:
         return parser
     command: argparse.ArgumentParser = subparsers.add_parser(

@@ -1,7 +1,4 @@
-"""Jobs on the machines of a hostfile, which DeepSpeed's own runner starts: by pdsh, an MPI, SLURM, or one by one.
-
-Everything that the runner would find out after it has started something is checked before.
-"""
+"""Jobs on the machines of a hostfile, started by DeepSpeed's own runner once all it could find wrong is checked."""
 
 from __future__ import annotations
 

@@ -86,10 +86,7 @@ def run_launch(words: Sequence[str]) -> int:
 
 
 def run_test(words: Sequence[str]) -> int:
-    """Launch the checks with the options of `launch`; return 0 where all hold, else the code of the first that failed.
-
-    As many processes as are configured; else one for each device, and two where there is none.
-    """
+    """Launch the checks as configured, on two processes without devices; return 0 or the code of the first failure."""
     command = "accel-trainer test"
     description = "Start a small job as configured, and check processes, collectives, loaders and training."
     if print_help(words, command, "[options as for launch]", description):
@@ -198,10 +195,7 @@ def check_job(
 
 
 def option_rows(resolved: Resolved) -> list[tuple[str, str, Source]]:
-    """Return (dotted path, value, source) of every option for a person, those of the DeepSpeed configuration last.
-
-    A key of a service, such as `deepspeed.comet.api_key`, is masked; long lists and mappings are shown in full.
-    """
+    """Return (dotted path, value, source) of every option for a person; keys of services are masked."""
     rows = []
     for path, value, source in [row for row in resolved.explain() if row[0] != "deepspeed"] + resolved.explain_block():
         name = path.rpartition(".")[2]

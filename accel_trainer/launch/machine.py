@@ -108,10 +108,7 @@ def describe_tpu_variables(num_machines: int, num_local: int) -> str:
 
 
 def set_tpu_variables(num_machines: int, num_local: int) -> None:
-    """Have torch-tpu set the variables of a job in this process, where TPUs are torch's accelerator.
-
-    Those that are set stay. No device is claimed: each chip is for the process that will run on it.
-    """
+    """Have torch-tpu set a job's variables that are not set, where TPUs are the accelerator. No chip is claimed."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator()

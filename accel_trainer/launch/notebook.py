@@ -154,10 +154,7 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
-    """Call `function(*args)` in several processes on the CPU of this machine: to try out code for many ranks.
-
-    Value and errors are those of `notebook_launcher`.
-    """
+    """Call `function(*args)` in several processes on this CPU, as `notebook_launcher` does: to try out code."""
     return notebook_launcher(function, args, num_processes, use_cpu=True)
 
 

@@ -74,10 +74,7 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
 
 
 def hosts_store(launch: LaunchConfig) -> bool:
-    """Whether the store of a rendezvous of torch's is on this machine.
-
-    torch compares the address with those of the machine's name, which on many machines is 127.0.1.1 alone.
-    """
+    """Whether a rendezvous' store is here; torch compares only the machine's name, on many machines 127.0.1.1."""
     address = launch.main_process_ip or _LOOPBACK
     try:
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]

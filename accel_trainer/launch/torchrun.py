@@ -133,10 +133,7 @@ def run_workers(job: AgentJob) -> int:
 
 @contextlib.contextmanager
 def _guard(grace_seconds: int) -> Iterator[Callable[[str], None]]:
-    """Yield a function that tells a shell which process groups to end when this process is killed.
-
-    The kernel's own PR_SET_PDEATHSIG comes when the *thread* ends that has started a worker, and to that worker alone.
-    """
+    """Yield a function that names a shell the groups to end with this process; PR_SET_PDEATHSIG is per thread."""
     try:
         shell = subprocess.Popen(
             ["/bin/sh", "-c", _GUARD, str(grace_seconds)],
@@ -293,10 +290,7 @@ class _Agent(LocalElasticAgent):
                 watcher.join(_WATCH_SECONDS)
 
     def _take_codes(self, failures: Mapping[int, Any], looked_at: float) -> None:
-        """Note the codes of workers that ended in the very moment in which the agent looked, and were reaped by it.
-
-        Their watchers woke up afterwards, perhaps after those of the others, which the agent ended because of them.
-        """
+        """Note the codes of workers that the agent itself reaped; their watchers wake up after those it ended."""
         self._let_end(_WATCH_SECONDS)
         seen = {exit_.rank for exit_ in self.exits if exit_.code}
         for rank, failure in failures.items():

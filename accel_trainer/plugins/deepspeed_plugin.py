@@ -43,11 +43,7 @@ _READ_BY_SCRIPTS = (
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed configuration that can be asked, by dotted paths.
-
-    Attributes:
-        config: the configuration, a plain dict; changes to it are seen by every question.
-    """
+    """A DeepSpeed configuration (`config`, a plain dict that may be changed) that can be asked, by dotted paths."""
 
     def __init__(self, config_file_or_dict: BlockSource) -> None:
         """Read a mapping, JSON text, base64 of it, a JSON or YAML file, or a packaged name."""
@@ -254,10 +250,7 @@ class DeepSpeedPlugin(OptionObject):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Put `kwargs[ds_key_long]` where "auto" stands, or compare it with the value that stands there.
-
-        Nothing happens where its section is missing. `mismatches` gets a line where `must_match` and the two differ.
-        """
+        """Put `kwargs[ds_key_long]` where "auto" stands, or add to `mismatches` where it has to match and differs."""
         node, name = self.hf_ds_config.find_config_node(ds_key_long)
         if node is None:
             return
@@ -344,10 +337,7 @@ class DeepSpeedPlugins:
     def resolve(
         self, first: Resolved, facts: Capabilities, resolve_with: Callable[[DeepSpeedPlugin], Resolved]
     ) -> None:
-        """Resolve the configuration of each plugin, of which `first` is that with the first one, by `resolve_with`.
-
-        A plugin is made where none was given and DeepSpeed runs.
-        """
+        """Resolve the plugins' configurations by `resolve_with` (`first` is done); without any, make a plugin."""
         if not self.plugins and facts.distributed_type == "DEEPSPEED":
             self.plugins[_ONLY] = DeepSpeedPlugin(hf_ds_config=dict(first.config.deepspeed))
         for name, plugin in self.plugins.items():

@@ -27,10 +27,7 @@ _REFUSED = {
 
 @dataclass
 class FullyShardedDataParallelPlugin(OptionObject):
-    """Shard the model with FSDP2: giving one chooses strategy "fsdp2". None leaves an option as configured.
-
-    Members of torch's enumerations are taken like their names.
-    """
+    """Shard with FSDP2: giving one chooses it. None leaves an option as configured; torch's enumerations are taken."""
 
     reshard_after_forward: bool | None = None
     auto_wrap_policy: str | Callable[..., bool] | None = None

@@ -213,10 +213,7 @@ class ParallelismConfig(OptionObject):
         return tuple(names), tuple(map(self._size, names))
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Return a new mesh of the axes above 1, with the joint axes `dp`, `dp_shard_cp` and `dp_cp`. Collective.
-
-        None where all sizes are 1, and for sequence parallelism, whose groups DeepSpeed makes.
-        """
+        """Return a new mesh with its joint axes; None for sizes of 1 and DeepSpeed's sequence axis. Collective."""
         names, sizes = self._get_mesh()
         if not names or self.sp_enabled:
             return None

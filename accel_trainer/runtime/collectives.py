@@ -159,10 +159,7 @@ def broadcast(data: Any, process: ProcessContext, from_process: int = 0, *, debu
 
 @names_failed_rank
 def broadcast_object_list(objects: list[Any], process: ProcessContext, from_process: int = 0) -> list[Any]:
-    """Replace the entries of a list by those of one rank, in place, and return the list.
-
-    Collective: every rank calls it, with lists of the same length.
-    """
+    """Replace a list's entries by those of one rank, in place, and return it. Collective: lists of the same length."""
     if process.is_distributed:
         note_call("broadcast_object_list", process)
         dist.broadcast_object_list(objects, group=process.group, group_src=from_process)
@@ -184,10 +181,7 @@ def barrier(process: ProcessContext) -> None:
 
 @names_failed_rank
 def scatter_objects(objects: Sequence[Any] | None, process: ProcessContext, from_process: int = 0) -> Any:
-    """Return this rank's entry of one rank's list of picklable objects.
-
-    Collective: every rank calls it; `objects` counts on `from_process` only.
-    """
+    """Return this rank's entry of `objects`, which counts on `from_process` only. Collective."""
     if not process.is_distributed:
         assert objects is not None
         return objects[0]

@@ -10,12 +10,7 @@ _hook: Hook | None = None
 
 
 def fault_point(name: str, step: int | None = None, path: Path | None = None) -> None:
-    """Call the hook of a test, if there is one.
-
-    Args:
-        step: number of the checkpoint.
-        path: the file that was just written.
-    """
+    """Call the hook of a test, if there is one, with the number of the checkpoint and the file just written."""
     if _hook is not None:
         _hook(name, step, path)
 

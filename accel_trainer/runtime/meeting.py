@@ -96,12 +96,7 @@ class Meeting:
             self._answer, self._place, self.is_called = None, None, False
 
     def close(self, *, is_failed: bool) -> None:
-        """Answer no more calls.
-
-        Args:
-            is_failed: this rank leaves before the others do, who would otherwise wait for it. At the common end a call
-                still comes to nothing: its answer is a position that nobody has.
-        """
+        """Answer no more calls; with `is_failed`, tell the others not to wait for this rank."""
         self._is_over.set()
         self._thread.join(_JOIN_SECONDS)
         # Behind the thread, which may have been about to give the answer.

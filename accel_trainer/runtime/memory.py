@@ -86,10 +86,7 @@ def available_host_bytes() -> int:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Clear the device's cache, and return one None for each object, to assign over the names of the objects.
-
-    Their memory is free once the names are overwritten; a second call returns it to the device.
-    """
+    """Clear the device's cache and return a None to overwrite each object's name; a second call frees the rest."""
     clear_device_cache(garbage_collection=True)
     return [None] * len(objects)
 

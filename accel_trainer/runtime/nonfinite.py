@@ -89,10 +89,7 @@ class NonFiniteGuard:
         return self._leaves_out or is_warned or self.spreads
 
     def spread(self, loss: Tensor, options: dict[str, Any]) -> None:
-        """Let the backward of a loss that is none begin with NaN, by its option `gradient` unless that is given.
-
-        Called where the guard `spreads`: a loop asks before, since most do not.
-        """
+        """Let the backward of a loss that is none begin with NaN, unless `gradient` is given."""
         if loss.ndim == 0:
             # 1 for a number, and NaN for NaN and infinity, without a look at the value: the host waits for no device.
             options.setdefault("gradient", loss.detach() * 0 + 1)

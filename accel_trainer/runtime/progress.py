@@ -24,11 +24,7 @@ _KEPT_FACTS = 4
 
 
 class Progress:
-    """Count of this rank's updates; the loops set it.
-
-    Attributes:
-        updates: optimizer steps of a loop of the user's own since the process began; of a Trainer, its global step.
-    """
+    """Count of this rank's updates since the process began, set by the loops; a Trainer's global step."""
 
     def __init__(self) -> None:
         self.updates = 0
@@ -68,12 +64,7 @@ class Pace:
         self._updates, self._updated_at = 0, math.inf
 
     def look(self, now: float, begun: tuple[int, ...], longest_seconds: float) -> bool:
-        """Look at the loop; return whether it has made progress since the last look.
-
-        Args:
-            begun: numbers of collectives begun.
-            longest_seconds: what a look counts for at most.
-        """
+        """Look at the loop, which counts `longest_seconds` at most; return whether it has made progress."""
         # A later look is that of a machine that was suspended, and has waited for nobody.
         passed = min(now - self._looked_at, longest_seconds)
         self._looked_at = now
@@ -125,11 +116,7 @@ class Pace:
 
 
 def find_difference(everyone: Sequence[Mapping[str, str]]) -> str:
-    """Return the first fact in which two ranks differ, in words; empty where all agree.
-
-    Args:
-        everyone: values of facts by name, of each rank. A fact that a rank does not have is nobody's to compare.
-    """
+    """Return, in words, the first fact by name in which two ranks that have it differ; empty where all agree."""
     for name in {name: None for facts in everyone for name in facts}:
         known = [(rank, facts[name]) for rank, facts in enumerate(everyone) if name in facts]
         first_rank, first = known[0]
@@ -140,11 +127,7 @@ def find_difference(everyone: Sequence[Mapping[str, str]]) -> str:
 
 
 class FactBoard:
-    """Facts that the loops of all ranks post now and then, and that threads of theirs compare: no loop waits.
-
-    Attributes:
-        difference: what rank 0 has found, in words; empty where there is none.
-    """
+    """Facts that all ranks' loops post and their threads compare; rank 0 puts what differs into `difference`."""
 
     def __init__(self, store: dist.Store, name: str, rank: int, world_size: int) -> None:
         self.difference = ""

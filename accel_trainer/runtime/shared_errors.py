@@ -56,10 +56,7 @@ def gather_or_raise(
 
 
 def gather_calls(process: ProcessContext, section: str, call: Callable[[], T]) -> list[T]:
-    """Return the results of `call` on all ranks; raise on every rank if it failed on one of them. Collective.
-
-    `call` is local to a rank. `section` and the errors are those of `gather_or_raise`.
-    """
+    """Return the results of `call`, local to a rank, on all ranks; errors as of `gather_or_raise`. Collective."""
     value, error = None, None
     try:
         value = call()

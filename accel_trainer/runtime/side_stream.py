@@ -56,10 +56,7 @@ class SideStream:
             tensor.record_stream(computing)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy between the device and pinned memory, after all work that the computing stream has been given by now.
-
-        The values are there, and the host may use its side, once an event of `mark` has passed.
-        """
+        """Copy between device and pinned memory after the work so far; `mark` tells when the host may use it."""
         self._stream.wait_stream(self._streams.current_stream(self._device))
         with self.entered():
             target.copy_(source, non_blocking=True)

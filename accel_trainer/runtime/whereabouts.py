@@ -1,7 +1,4 @@
-"""Where a rank is, in words: the section of the run, the collective it waits in, and the line of the user's code.
-
-Read from frames, when somebody asks: a run does nothing for it.
-"""
+"""Where a rank is, in words, read from frames on demand: the section, the collective it waits in, the user's line."""
 
 from __future__ import annotations
 
@@ -48,10 +45,7 @@ _STACK_LIMIT = 24
 
 
 def section(name: str) -> Callable[[F], F]:
-    """Decorate a function within which reports say that a rank is in `name`; it comes back as it is, at no cost a call.
-
-    Below other decorators: it marks the code of what it is given.
-    """
+    """Decorate a function, below other decorators, in which reports say that a rank is in `name`; free to call."""
     return lambda function: _mark(_marked_sections, function, name)
 
 

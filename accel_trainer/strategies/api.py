@@ -171,10 +171,7 @@ class TrainUnit(Protocol):
     """Whether `release` has removed what the unit needs: the model is as if it had never been prepared."""
 
     def known_parameters(self) -> dict[int, nn.Parameter]:
-        """Return the module's parameters by the id of every tensor that stands for one.
-
-        The parameters themselves, and those that `prepare` has replaced, as long as somebody holds them.
-        """
+        """Return the module's parameters by the id of every tensor that stands for one, replaced ones included."""
         return {id(parameter): parameter for parameter in self.module.parameters()}
 
     def set_gradient_sync(self, enabled: bool) -> None:
@@ -198,10 +195,7 @@ class TrainUnit(Protocol):
         """Multiply the accumulated gradients, by a scalar on any device, to make them the mean over their window."""
 
     def held_gradients(self) -> HeldGradients | None:
-        """Return the gradients of an accumulation window that is still open, for a save.
-
-        None where the engine keeps them to itself. Collective where parameters are sharded.
-        """
+        """Return an open window's gradients for a save; None where the engine keeps them. Collective if sharded."""
         return None
 
     def put_gradients(self, gradients: Mapping[str, Callable[[Box], Tensor]]) -> None:
@@ -225,20 +219,14 @@ class TrainUnit(Protocol):
         """
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
-        """Take the fp16 loss scale out of the gradients of an optimizer, None for all, once per step.
-
-        Nothing in other precisions.
-        """
+        """Take the fp16 loss scale out of the gradients of an optimizer, None for all, once per step."""
         return
 
     def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
         """Drop the gradients of an optimizer's parameters; None for all of the unit's optimizers."""
 
     def take_scheduler(self) -> Any:
-        """Return the schedule that the engine has made from its own configuration, to step it once per update.
-
-        The engine steps it no longer. None where there is none.
-        """
+        """Return the schedule of the engine's own configuration, which the engine steps no longer; None without one."""
         return None
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
@@ -272,10 +260,7 @@ class TrainUnit(Protocol):
         )
 
     def exposed_communication_seconds(self) -> float | None:
-        """Return the mean time for which one exchange of gradients keeps a backward waiting, on this rank.
-
-        Of the exchanges that were measured without slowing any down. None where nothing was measured.
-        """
+        """Return the mean measured time that a backward waits for its exchange on this rank; None without any."""
         return None
 
     def release(self) -> None:
@@ -330,10 +315,7 @@ class Strategy(Protocol):
         return process
 
     def building(self, in_pieces: bool) -> AbstractContextManager[None]:
-        """Return the context in which models are built in pieces or in full, where the strategy builds them in pieces.
-
-        Not collective: rank 0 alone may build a full model in it.
-        """
+        """Return the context in which models are built in pieces or in full. Not collective: one rank may enter it."""
         return nullcontext()
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:

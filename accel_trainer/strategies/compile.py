@@ -31,11 +31,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def apply_compile(model: nn.Module, config: CompileConfig, backend_options: Mapping[str, Any] | None = None) -> None:
-    """Compile `model`, or only its repeated blocks with `regional`, which starts faster. No-op when backend is "no".
-
-    Args:
-        backend_options: the argument `options` of torch.compile; None for the backend's defaults.
-    """
+    """Compile `model`, or with `regional` its repeated blocks, which starts faster; a no-op with the backend "no"."""
     if config.backend == "no":
         return
     options: dict[str, Any] = {"backend": config.backend, "fullgraph": config.fullgraph, "dynamic": config.dynamic}
@@ -47,10 +43,7 @@ def apply_compile(model: nn.Module, config: CompileConfig, backend_options: Mapp
 
 
 def reuses_outputs(config: CompileConfig) -> bool:
-    """Whether a compiled model writes what it returns into the memory of its last outputs, as CUDA graphs do.
-
-    torch refuses to read the last ones then; whoever keeps outputs from step to step keeps copies.
-    """
+    """Whether a compiled model overwrites its last outputs, as CUDA graphs do: whoever keeps outputs keeps copies."""
     return config.backend != "no" and config.mode in _WITH_GRAPHS
 
 

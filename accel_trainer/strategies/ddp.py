@@ -33,11 +33,7 @@ class DDPUnit(NativeUnit):
     def __init__(
         self, model: nn.Module, module: nn.Module, loss_scale: LossScale | None = None, *, updates_locally: bool = False
     ) -> None:
-        """Take a model that is wrapped, or one whose gradients nobody averages.
-
-        Args:
-            updates_locally: the configuration has `local_steps`.
-        """
+        """Take a wrapped model, or one whose gradients nobody averages; `updates_locally`: it has `local_steps`."""
         super().__init__(model, module, loss_scale)
         self._replicas = model if isinstance(model, DistributedDataParallel) else None
         self.keeps_buffers_apart = self._replicas is not None and not self._replicas.broadcast_buffers
@@ -173,11 +169,7 @@ class DDPStrategy(BaseStrategy):
         check_optimizers(job)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DDPUnit:
-        """Place, autocast and wrap the model. Collective: DDP broadcasts rank 0's parameters and buffers.
-
-        A model without trainable parameters has no gradients to average, and one process without a group has nobody to
-        average them with: it is placed and returned unwrapped.
-        """
+        """Place, autocast and wrap the model, unless nobody averages its gradients. Collective: rank 0's values win."""
         self.check(job, precision, process)
         # A model that the user has wrapped is taken as it is; wrapping it twice would average gradients twice.
         model = job.model

@@ -76,10 +76,7 @@ def has_any(module: nn.Module, leaves: Set[int]) -> bool:
 
 
 def total_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all gradients as one vector: scalar, fp32 or the gradients' dtype.
-
-    Collective where gradients are sharded. Plain ones are the same on every rank and count once.
-    """
+    """Return the norm of all gradients as one vector: scalar, fp32 or their dtype. Collective where sharded."""
     if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients, norm_type)
     return _sharded_norm(gradients, norm_type)

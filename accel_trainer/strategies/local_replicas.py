@@ -23,10 +23,7 @@ from accel_trainer.strategies.broadcast_values import broadcast_tensors, buckets
 
 
 class OuterOptimizer:
-    """The weights that the replicas left from, and an optimizer that updates them towards the mean of the replicas.
-
-    Its gradient is what the replicas have changed on average, with the opposite sign. All ranks hold the same.
-    """
+    """The weights that replicas left from, and an optimizer whose gradient is minus their mean change."""
 
     def __init__(self, module: nn.Module, build: Callable[[list[nn.Parameter]], Optimizer]) -> None:
         """Copy the parameters of `module` that are trained, and build the optimizer over the copies."""
@@ -85,11 +82,7 @@ class LocalReplicas:
     def __init__(
         self, wrapper: DistributedDataParallel, optimizers: Sequence[Optimizer], *, is_asked_for: bool = False
     ) -> None:
-        """Take the replicas that `wrapper` keeps alike, and the list of the optimizers that step them.
-
-        Args:
-            is_asked_for: the configuration has `local_steps`, and updates before `begin` are an error.
-        """
+        """Take the replicas in `wrapper` and their optimizers; if `is_asked_for`, updates before `begin` are errors."""
         self._wrapper = wrapper
         self._optimizers = optimizers
         self._is_asked_for = is_asked_for
@@ -210,10 +203,7 @@ class LocalReplicas:
 
     @torch.no_grad()
     def average_weights(self) -> None:
-        """Give every rank the mean of the parameters over the ranks, or the outer update towards it. Collective.
-
-        Buffers become rank 0's.
-        """
+        """Give every rank the parameters' mean, or the outer update towards it, and rank 0's buffers. Collective."""
         # Those that were trained when the replicas parted, too: one may have been frozen since, and differ.
         names = self._trained | self._trained_names()
         named = self._wrapper.module.named_parameters()

@@ -42,11 +42,7 @@ def check_disjoint(optimizers: Iterable[Optimizer], known: Mapping[int, nn.Param
 
 
 def check_kind(optimizer: Optimizer, unsupported: Mapping[str, str], strategy: str) -> None:
-    """Refuse an optimizer whose update is not defined on the parameters that a strategy makes.
-
-    Args:
-        unsupported: the reason and the way out, by a package or `package.Class` of the optimizer or of a base of it.
-    """
+    """Refuse an optimizer by the reasons in `unsupported`, by package or `package.Class` of its class or a base."""
     for kind in type(optimizer).__mro__:
         package = kind.__module__.partition(".")[0]
         reason = unsupported.get(package) or unsupported.get(f"{package}.{kind.__name__}")

@@ -21,11 +21,7 @@ from accel_trainer.strategies.api import CheckpointIO
 
 
 def gather_in_save_pretrained(model: nn.Module, process: ProcessContext, io: Callable[[], CheckpointIO] | None) -> None:
-    """Have the model's own `save_pretrained`, if it has one, write full weights. Nothing is communicated here.
-
-    Args:
-        io: returns the reader of the model's state; None where each rank has full weights, and nothing is gathered.
-    """
+    """Have the model's own `save_pretrained` write full weights, read by `io()`; None where each rank has them."""
     # Scripts written for one process call it, and it would find this rank's shards.
     if callable(getattr(type(model), "save_pretrained", None)):
         model.save_pretrained = SavePretrained(model, process, io)  # type: ignore[assignment]
@@ -47,10 +43,7 @@ def refuse_merges(model: nn.Module) -> None:
 
 
 class SavePretrained:
-    """A model's `save_pretrained` on several ranks: the model's own, given the full weights. Collective.
-
-    An instance attribute of that name, as the prepared forward is one: the class stays the user's.
-    """
+    """A model's own `save_pretrained`, given the full weights, as an instance attribute of that name. Collective."""
 
     def __init__(self, model: nn.Module, process: ProcessContext, io: Callable[[], CheckpointIO] | None) -> None:
         self.model = model

@@ -18,13 +18,7 @@ _MODULE = "accelerate.state"
 
 
 def share_process(state: PartialState, *, keep: bool = False) -> None:
-    """Have `accelerate.PartialState()` show this process. Nothing is written where accelerate is not imported.
-
-    States of another device or rank, which were made before this process joined its job, are replaced.
-
-    Args:
-        keep: leave any state that is there already, as `use_configured_state` asks.
-    """
+    """Have an imported accelerate's `PartialState()` show this process; states of another device go unless `keep`."""
     module = sys.modules.get(_MODULE)
     if module is None:
         return

@@ -261,11 +261,7 @@ def run_evaluation(
     ignore_keys: list[str] | None,
     metric_key_prefix: str,
 ) -> EvalLoopOutput:
-    """Evaluate or predict with `trainer`; the body of `Trainer.evaluation_loop`. Collective.
-
-    Returns:
-        Predictions and labels in the order of the samples, one row for each; the loss is the exact weighted mean.
-    """
+    """Evaluate or predict: rows in the samples' order, the loss their exact weighted mean. Collective."""
     args = trainer.args
     loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
     logger.info(f"\n***** Running {description} *****")

@@ -46,11 +46,7 @@ def take_back(found: str) -> None:
 
 
 class WindowReader:
-    """One pass over the training loader, which keeps the rows of an update's batches where ranks may differ in them.
-
-    That is on several ranks, unless the loader fills them up (`even_batches=True`). Ranks do not communicate: each
-    knows the rows of all.
-    """
+    """A pass over the training loader that knows all ranks' rows of an update where they differ. Not collective."""
 
     def __init__(self, dataloader: Any, process: ProcessContext, clock: RunClock) -> None:
         self._clock = clock

@@ -1,7 +1,4 @@
-"""Searches that train several times: for hyperparameters with Optuna, and for a batch size that fits into memory.
-
-Rank 0 has the study, and every rank runs every trial. Each attempt with a smaller batch begins where the first began.
-"""
+"""Searches that train several times, each trial on every rank: hyperparameters with Optuna, and batch sizes."""
 
 from __future__ import annotations
 
@@ -135,10 +132,7 @@ def _run_trial(trainer: Trainer, trial: Any, facts: tuple[int, bool]) -> Any:
 
 
 class _SharedTrial:
-    """A trial of which every rank has the same values, and the same word whether it is pruned.
-
-    `hp_space`, `model_init` and callbacks may ask it; every rank asks for the same, in the same order.
-    """
+    """A trial of which every rank has the same values and pruning; every rank asks for the same, in the same order."""
 
     def __init__(self, trial: Any, number: int, is_several: bool, process: ProcessContext) -> None:
         self.number = number
@@ -198,11 +192,7 @@ class BatchSizeSearch:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Keep the state.
-
-        Raises:
-            ConfigError: the model is sharded, and nothing can make another.
-        """
+        """Keep the state; a ConfigError where the model is sharded, and nothing can make another."""
         self._trainer = trainer
         self._builds_model = trainer.model_init is not None
         if trainer.is_sharded and not self._builds_model:

@@ -103,10 +103,7 @@ class Facts:
 
 
 def hidden_size_of(config: Any, where: str = "model.config") -> Fact | None:
-    """Return the width of a model from its configuration object, nested ones of multimodal models included.
-
-    `hidden_size` or the largest of `hidden_sizes`, else that of the text model, else the largest of any inside.
-    """
+    """Return `hidden_size`, the largest of `hidden_sizes`, the text model's, or the largest of nested ones."""
     own: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     for name in ("hidden_size", "hidden_sizes"):
         size = own.get(name) or getattr(config, name, None)

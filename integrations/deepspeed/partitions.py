@@ -132,10 +132,7 @@ class Partitions:
                 self.update_model_from(index)
 
     def update_model_from(self, index: int) -> None:
-        """Copy changed fp32 values of a partition into the model's own, under ZeRO-3; within `opened`.
-
-        At the other stages the model is replicated.
-        """
+        """Copy changed fp32 values of a partition into the model's own, under ZeRO-3 and within `opened`."""
         if self._is_stage_3:
             self._zero._reassign_or_swap_out_partitioned_parameters(index)
 

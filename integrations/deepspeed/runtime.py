@@ -59,10 +59,7 @@ def import_deepspeed() -> Any:
 
 
 def start_engine(process: ProcessContext, engine_config: Mapping[str, Any]) -> Any:
-    """Bring DeepSpeed up in the job's process group, and return its module. Collective for the first call.
-
-    Before a model is built in pieces: without it, the engine takes the job for one process.
-    """
+    """Bring DeepSpeed up in the job's group before models are built in pieces; return it. Collective at first."""
     deepspeed = import_deepspeed()
     check_can_start(process, engine_config)
     join_engine_group(deepspeed, process)

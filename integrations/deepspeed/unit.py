@@ -35,10 +35,7 @@ _units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DeepSpeedUnit]] = weakr
 
 
 def release_earlier(module: nn.Module) -> None:
-    """Release the unit that a module was prepared into before and that nobody has released. Every rank calls it.
-
-    Two engines would both act on the module: fetch and release its parameters, exchange its gradients.
-    """
+    """Release the unit that a module was prepared into before: two engines would act on it. Every rank calls it."""
     held = _units.get(module)
     unit = None if held is None else held()
     if unit is None or unit.is_released:

@@ -1,7 +1,4 @@
-"""The file that `accelerate config` writes.
-
-Every key is mapped, accepted when it asks for nothing, or refused with the way out when its value would change the run.
-"""
+"""The file of `accelerate config`: every key is mapped, accepted without effect, or refused with the way out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The environment level: our own `ACCEL_TRAINER_*` variables, and those that accelerate's launcher sets.
-
-Nothing here reads `os.environ`; the variables come in as a mapping.
-"""
+"""The environment level, from a mapping: our own `ACCEL_TRAINER_*` variables, and those of accelerate's launcher."""
 
 from __future__ import annotations
 
@@ -111,10 +108,7 @@ def _read_fp8(given: Mapping[str, str], layer: Layer) -> None:
 
 
 def _is_launcher_default(name: str, given: Mapping[str, str]) -> bool:
-    """Return whether accelerate's launcher wrote a variable for an option that nobody gave.
-
-    It always writes all five of DYNAMO (accelerate 1.15, `prepare_multi_gpu_env` in utils/launch.py).
-    """
+    """Return whether accelerate's launcher wrote this: always all five of DYNAMO (1.15, `prepare_multi_gpu_env`)."""
     if name == "ACCELERATE_GRADIENT_ACCUMULATION_STEPS":
         return given[name].lower() in ("auto", "none")
     backend = "ACCELERATE_DYNAMO_BACKEND"
@@ -181,10 +175,7 @@ def _read_parallelism(given: Mapping[str, str], layer: Layer) -> None:
 def read_launch_variable(
     environ: Mapping[str, str], problems: list[str]
 ) -> tuple[str | None, dict[str, Any], dict[str, str]]:
-    """Return the configuration file and the flags that our launcher was given, and the flags as they were spelled.
-
-    Flags are by dotted path; problems are added to `problems`.
-    """
+    """Return our launcher's configuration file, its flags by dotted path, and the flags as they were spelled."""
     text = environ.get(LAUNCH_VARIABLE, "")
     if not text.strip():
         return None, {}, {}

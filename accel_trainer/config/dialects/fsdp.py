@@ -117,10 +117,7 @@ def entries_of(document: Document, content: Mapping[Key, Node], layer: Layer, se
 
 
 def translate_entries(entries: Iterable[Entry], layer: Layer, *, source_name: str, default_version: int) -> None:
-    """Put FSDP options, which all have known keys, into the layer.
-
-    Without a version, the source is of `default_version`: 1 for accelerate, 2 for transformers.
-    """
+    """Put FSDP options with known keys into the layer, by `default_version` where none is said: 1 is accelerate's."""
     by_key = _by_key(entries, layer)
     for key, entry in by_key.items():
         if key in _NOT_OFFERED:

@@ -234,10 +234,7 @@ def _all_plans(args: argparse.Namespace, options: Options) -> list[LayoutPlan]:
 
 
 def _outcomes(args: argparse.Namespace, options: Options) -> list[LayoutPlan | ConfigError]:
-    """Return the plan of each layout, or what refuses it, but of those with sizes that have been refused by then.
-
-    What is left after some seconds is shared out over processes, one for each core: a process is a rank of one job.
-    """
+    """Return plans or refusals, after some seconds by all cores; sizes refused alone are not tried with others."""
     num_workers = getattr(args, "num_workers", 1)
     until = float("inf") if num_workers == 1 else time.perf_counter() + _ALONE_SECONDS
     candidates = deque(_candidates(args, options))
@@ -283,10 +280,7 @@ def _candidates(args: argparse.Namespace, options: Options) -> Iterator[dict[str
 
 
 def _sharded_sizes(args: argparse.Namespace, num_processes: int) -> Iterator[dict[str, int]]:
-    """Yield sizes of axes: shards over all ranks or over a machine's, whose ranks share layers, sequences or experts.
-
-    Those of one axis come before those of several.
-    """
+    """Yield sizes of axes, single ones first: shards over all ranks or a machine's, which share layers or tokens."""
     node = min(args.ranks_per_node, num_processes)
     within = [size for size in range(1, node + 1) if node % size == 0 and num_processes % size == 0]
     for tp, sp in sorted(itertools.product(within, within), key=lambda each: (min(each), each)):
@@ -503,11 +497,7 @@ def _first_line(error: Exception) -> str:
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
-    """Return what the Hub says about a model; "gated" without access to it, and "repo" where there is none.
-
-    Raises:
-        CheckpointNotFoundError: the Hub cannot be reached.
-    """
+    """Return the Hub's answer on a model, "gated" or "repo" (none); a CheckpointNotFoundError where it is offline."""
     hub = importlib.import_module("huggingface_hub")  # no requirement of ours: transformers brings it
     errors = importlib.import_module("huggingface_hub.errors")
     try:

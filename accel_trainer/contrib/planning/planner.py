@@ -464,11 +464,7 @@ def _noting_resizes(ledger: _Ledger) -> Iterator[None]:
 
 
 def _measure(step: _Step, in_buckets: bool | None) -> dict[str, Any]:
-    """Return the fields of a plan that are sizes.
-
-    Args:
-        in_buckets: whether DDP's gradients are views of its buckets; None: there are no buckets.
-    """
+    """Return the fields of a plan that are sizes. DDP's gradients are views of its buckets, if any (`in_buckets`)."""
     ledger, module = step.ledger, step.unit.module
     parameters = [local_tensor(p) for p in module.parameters()]
     gradients = [local_tensor(gradient) for gradient in step.gradients]
@@ -489,12 +485,7 @@ def _measure(step: _Step, in_buckets: bool | None) -> dict[str, Any]:
 
 
 def _replay(ledger: _Ledger, fixed: Mapping[str, int], end_of_forward: int) -> dict[str, Any]:
-    """Return the sizes of a plan that are of a moment: storages come and go again, each for a part known by now.
-
-    Args:
-        fixed: parts that are held all the time, as many bytes of each.
-        end_of_forward: the number of events before it.
-    """
+    """Return the sizes of a moment: events come and go again, beside the `fixed` bytes of each part."""
     held = Counter(fixed)
     total = peak = sum(fixed.values())
     peak_parts, unsharded, activations = Counter(fixed), 0, 0

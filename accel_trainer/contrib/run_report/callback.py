@@ -136,10 +136,7 @@ class RunReport(RunObserver):
         return clock.seconds - clock.startup_seconds - clock.evaluation_seconds - stalled
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add throughput and memory of now to the curves; at the last log gather the figures of all ranks. Collective.
-
-        Upstream's log of a loss has waited for the device, and its last one comes before a best model is loaded.
-        """
+        """Add throughput and memory; at the last log, before a best model is loaded, gather all ranks'. Collective."""
         if "loss" in logs:
             self._add_point(state.global_step)
         elif "train_runtime" in logs:
@@ -267,11 +264,7 @@ def _describe_end(record: Mapping[str, Any], history: Sequence[Mapping[str, Any]
 
 
 def describe_setup(trainer: Trainer, model: nn.Module, lengths: RunLengths) -> list[tuple[str, str]]:
-    """Return labels and texts. Not collective.
-
-    Args:
-        model: the prepared one.
-    """
+    """Return labels and texts of the run and its prepared model. Not collective."""
     accelerator = trainer.accelerator
     process, layout = accelerator.process, accelerator.unit_of(model).layout()
     strategy = [accelerator.strategy.name]

@@ -121,11 +121,7 @@ def build_page(runs: Sequence[RecordedRun]) -> str:
 
 
 def write_page(path: Path, runs: Sequence[RecordedRun]) -> None:
-    """Write the page of these runs; a reader sees the former file or the whole new one.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the page of these runs; a reader sees the former file or the whole new one."""
     # A push of the directory to a hub passes over names with `_`; by the time its thread reads the file, it is gone.
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f"_{path.name}.")
     try:

@@ -68,11 +68,7 @@ class RecordedRun:
 
 
 def build_run(name: str, state: Mapping[str, Any], record: Mapping[str, Any]) -> RecordedRun:
-    """Return the run of a TrainerState, as plain values, and of the record that this package's Trainer adds to it.
-
-    Args:
-        record: see `RunRecord.to_plain` of the Trainer; may be empty.
-    """
+    """Return the run of a TrainerState, and of the record of `RunReport.to_plain`, which may be empty."""
     history = state["log_history"]
     run = RecordedRun(
         name=record.get("name") or name,

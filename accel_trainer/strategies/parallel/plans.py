@@ -274,10 +274,7 @@ def _check_adapters(modules: Mapping[str, nn.Module], origin: str) -> None:
 
 
 def _spread(where: str, module: Any, style: Style) -> list[tuple[str, Style]]:
-    """Return the style of a module by its name, or of each that an adapter has put in its place.
-
-    Of LoRA's two matrices, the one whose other side is the small one is sharded as the layer is.
-    """
+    """Return a module's style by its name, or of the LoRA matrices in its place: one is sharded as the layer."""
     kind = type(module).__name__ if type(module).__module__.startswith("peft.") else ""
     if kind == "ModulesToSaveWrapper":
         names = ["original_module", *(f"modules_to_save.{name}" for name in module.modules_to_save)]

@@ -237,14 +237,7 @@ def _attend(
     sharded_sequence: _Sequence | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Attend to whole sequences with this rank's share of the heads, or of the tokens.
-
-    Args:
-        query: (B, H, S, D); keys and values have as many heads or fewer.
-
-    Returns:
-        (B, S, H, D), and no weights.
-    """
+    """Attend to whole sequences with this rank's heads or tokens: query (B, H, S, D) to (B, S, H, D), no weights."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)

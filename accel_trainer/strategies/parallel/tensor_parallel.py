@@ -327,10 +327,7 @@ class ShardedForward:
 
     @torch.compiler.disable
     def _exchange_tokens(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighed outputs of the experts of all ranks, for this rank's own tokens. Collective.
-
-        Each row of (tokens, width) goes to the rank that has its expert, by the index (tokens, choices), and back.
-        """
+        """Return all experts' outputs for this rank's (tokens, width), by the index (tokens, choices). Collective."""
         module: Any = self.module
         size, number, num_choices = dist.get_world_size(self.group), module.num_experts, top_k_index.shape[-1]
         chosen, order = top_k_index.flatten().sort(stable=True)
@@ -516,10 +513,7 @@ def shard_loss(model: Any, mesh: DeviceMesh) -> None:
 
 
 class _ShardedLoss:
-    """The forward of a causal language model that gathers no logits where it makes a loss to be trained.
-
-    Lives in the model's `forward` attribute. The logits of its output are then a DTensor, sharded along the vocabulary.
-    """
+    """The forward of a causal language model whose logits stay sharded, a DTensor, where it makes a loss."""
 
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
         head: Any = _head(model)

@@ -63,10 +63,7 @@ def match_model(
     strict: bool,
     shape_of: Callable[[Tensor], tuple[int, ...]],
 ) -> list[tuple[str, str]] | str:
-    """Return (own name, saved name) for each distinct tensor to load, or the message of the differences.
-
-    Of a tied tensor, one saved name is enough. `shape_of` one of `own` is its unsharded shape.
-    """
+    """Return (own name, saved name) of each distinct tensor, tied ones by one name, or the differences."""
     groups = names_by_tensor(own).values()
     saved_names = {names[0]: next((name for name in names if name in saved), None) for names in groups}
     pairs = [(name, saved_name) for name, saved_name in saved_names.items() if saved_name is not None]
@@ -98,10 +95,7 @@ def _differing_shapes(
 
 
 def match_groups(saved: Mapping[str, Any], own_groups: Sequence[Sequence[str]]) -> list[Any] | str:
-    """Return the saved parameter groups in the order of `own_groups`, or the message of the differences.
-
-    `own_groups` are the names of the parameters of each group. One without a counterpart is returned without options.
-    """
+    """Return the saved groups in the order of `own_groups` (names), without options where new, or the differences."""
     # Groups without parameters need none: DeepSpeed drops them, and a Trainer of adapters has one where nothing is
     # without weight decay.
     groups = saved.get("param_groups", [])
@@ -308,10 +302,7 @@ class CheckpointIO(ABC):
         return {name: state[name] for name in own if is_main}
 
     def lazy_model_state(self) -> dict[str, LazyTensor]:
-        """Return parameters and persistent buffers as tensors that are gathered when they are called.
-
-        Names of tied parameters have one such object. Every rank makes all calls, in one order, and gets the values.
-        """
+        """Return tensors, one object for tied names, that are gathered when called, by every rank in one order."""
         named = list(self.model_tensors())
         lazy = {id(t): LazyTensor(self.dtype_of(t), self.shape_of(t), partial(self.gather, t)) for _, t in named}
         return {name: lazy[id(tensor)] for name, tensor in named}
@@ -344,10 +335,7 @@ class CheckpointIO(ABC):
 
     @abstractmethod
     def full_optimizer_state(self, keep: bool | None = None) -> dict[str, Any]:
-        """Return `{"state": {name: ...}, "param_groups": [{"params": [name, ...], ...}]}`, of all optimizers.
-
-        Ranks that do not `keep` it get `{}`: all but rank 0 when None.
-        """
+        """Return `{"state": {name: ...}, "param_groups": [...]}` of all optimizers; `{}` on ranks not to `keep` it."""
 
     def load_full_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """Load a state of `full_optimizer_state` at once; see `plan_full_optimizer_load`."""

@@ -1,8 +1,4 @@
-"""`deepspeed` of TrainingArguments: one resolved configuration, and the object in which transformers looks it up.
-
-transformers asks for that object wherever a model is built or loaded (`deepspeed.zero.Init`), and holds it by a weak
-reference: models are built sharded as long as the arguments live.
-"""
+"""`deepspeed` of TrainingArguments, and the object that transformers asks, weakly held, to build sharded models."""
 
 from __future__ import annotations
 

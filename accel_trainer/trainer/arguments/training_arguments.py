@@ -318,11 +318,7 @@ class TrainingArguments(transformers.TrainingArguments):
         return ParallelMode.DISTRIBUTED if has_group else ParallelMode.NOT_PARALLEL
 
     def whole_models(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which `from_pretrained` and `from_config` build full models, on the ranks that call them.
-
-        While arguments of ZeRO-3 live, all ranks build a model together, each its shards: one that does so alone, to
-        look at a checkpoint for instance, would wait for the others. Elsewhere it changes nothing.
-        """
+        """Context for ranks that build full models alone: under ZeRO-3, all build their shards together otherwise."""
         return unsharded_models()
 
     def to_dict(self) -> dict[str, Any]:
@@ -344,11 +340,7 @@ class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingAr
 
 
 def _options_of_state(resolved: Resolved) -> dict[str, Any]:
-    """Return what the configured state of this process adds to the arguments: its device and precision, by dotted path.
-
-    Raises:
-        ConfigError: this process has no state, or one that is not as the arguments ask.
-    """
+    """Return device and precision of the configured state by dotted path; a ConfigError without one, or another."""
     process = find_process()
     if process is None:
         if dist.is_available() and dist.is_initialized():
@@ -380,11 +372,7 @@ def _default(item: Field[Any]) -> Any:
 
 
 def _read_accelerator_config(given: Any) -> tuple[AcceleratorConfig, dict[str, Any]]:
-    """Return `accelerator_config` as upstream's own dataclass, and the options that it gives, by dotted path.
-
-    Args:
-        given: a dict, JSON text, the path of a JSON file, or an instance: its fields at upstream's defaults give none.
-    """
+    """Return `accelerator_config` (dict, JSON, file or instance) as upstream's class, and the options it gives."""
     if isinstance(given, type):
         raise NotImplementedError(
             "Tried passing in a callable to `accelerator_config`, but this is not supported. "
