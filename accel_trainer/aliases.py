@@ -18,7 +18,7 @@ _ALIASES = {
     ),
     "commands": (
         "accelerate_cli:launch.cli config:launch.entry_points config.config_args:launch.entry_points "
-        "config.default:launch.entry_points env:launch.entry_points estimate:contrib.planning.estimate "
+        "config.default:launch.entry_points env:launch.entry_points estimate:contrib.estimate "
         "launch:launch.entry_points merge:launch.entry_points test:launch.entry_points to_fsdp2:contrib.deepspeed_fsdp"
     ),
     "utils": (

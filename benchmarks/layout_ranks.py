@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler
 
 from accel_trainer.checkpoint.shards import local_box, own_share
 from accel_trainer.config import resolve
-from accel_trainer.contrib.planning.planner import fake_job
+from accel_trainer.contrib.planner import fake_job
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
 from accel_trainer.precision import build_precision
 from accel_trainer.strategies.api import TrainJob

@@ -66,28 +66,28 @@ COMMANDS = {
         "write a page of a run's curves, figures and options, or compare runs",
     ),
     "estimate": Command(
-        "contrib.planning.estimate:run_estimate",
-        "contrib.planning.estimate:estimate_command_parser",
+        "contrib.estimate:run_estimate",
+        "contrib.estimate:estimate_command_parser",
         "print the memory that a model takes, for each dtype",
     ),
     "estimate-memory": Command(
-        "contrib.planning.estimate:run_estimate",
-        "contrib.planning.estimate:estimate_command_parser",
+        "contrib.estimate:run_estimate",
+        "contrib.estimate:estimate_command_parser",
         "the same, by accelerate's name",
     ),
     "explain": Command(
-        "launch.reports:run_explain",
+        "launch.entry_points:run_explain",
         "launch.flags:options_parser",
         "print every option, its value and where it came from",
     ),
     "completion": Command(
-        "contrib.completion:run_completion",
-        "contrib.completion:completion_parser",
+        "launch.entry_points:run_completion",
+        "launch.entry_points:completion_parser",
         "print a script by which bash, zsh or fish complete a command",
     ),
     "env": Command(
-        "launch.reports:run_env",
-        "launch.reports:env_parser",
+        "launch.entry_points:run_env",
+        "launch.entry_points:env_parser",
         "print versions, devices and configuration for a bug report",
     ),
 }

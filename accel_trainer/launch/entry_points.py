@@ -1,34 +1,47 @@
 """The commands as functions of arguments, for programs that start jobs: `accel_trainer.commands`.
 
 `commands.launch`, `commands.config`, `commands.config.config_args`, `commands.config.default`, `commands.env`,
-`commands.merge` and `commands.test` are this module under another name.
+`commands.merge` and `commands.test` are this module under another name. Behind them `accel-trainer explain`, `env` and
+`completion`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
+import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import shtab
+
+from accel_trainer.config import read_file
 from accel_trainer.config.dialects import fsdp as fsdp_dialect
+from accel_trainer.errors import ConfigError
 from accel_trainer.launch.checkpoints import export, merge_weights_parser
-from accel_trainer.launch.cli import add_option, as_subcommand, command_parser
+from accel_trainer.launch.cli import COMMANDS, add_option, as_subcommand, command_parser, load_command
 from accel_trainer.launch.config_file import (
     BaseConfig,
     ClusterConfig,
     cache_dir,
     default_config_file,
+    default_config_path,
     default_json_config_file,
     default_yaml_config_file,
+    find_default_config,
     load_config_from_file,
     write_basic_config,
 )
-from accel_trainer.launch.flags import launch_flags, options_parser, parse_options
-from accel_trainer.launch.job import plan_job
-from accel_trainer.launch.reports import env_parser, environment_facts, run_env
+from accel_trainer.launch.flags import launch_flags, options_parser, parse_options, print_help
+from accel_trainer.launch.job import check_job, option_rows, plan_job, read_options, resolve_options
+from accel_trainer.launch.machine import device_files
+from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
+from accel_trainer.tracking import mask_secrets, redact
 
 __all__ = [
     "BaseConfig",
@@ -48,6 +61,11 @@ __all__ = [
     "test_command_parser",
     "write_basic_config",
 ]
+
+_PACKAGES = ("torch", "numpy", "transformers", "datasets", "evaluate", "safetensors", "huggingface_hub", "deepspeed")
+_REPORTED = re.compile(r"(ACCEL_TRAINER|ACCELERATE|FSDP|NCCL|GLOO|OMP|MASTER)_|CUDA_VISIBLE_DEVICES")
+_PATHS = {"DIR", "FILE", "IN", "MODEL", "OUT", "RUN", "directory", "training_script", "training_script_args"}
+"""Arguments, by name or by the word for their value, that are files or folders."""
 
 __path__: list[str] = []  # the import system looks for `commands.config.config_args` in a package only
 
@@ -137,3 +155,140 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def merge_command(args: argparse.Namespace) -> None:
     """Write the weights of a checkpoint, sharded or not, as files that `from_pretrained` reads."""
     export(args)
+
+
+# --- explain, env -----------------------------------------------------------------------------------------------------
+
+
+def run_explain(words: Sequence[str]) -> int:
+    """Print a table of every option, its value and where it came from, and the remarks of the files that were read."""
+    command = "accel-trainer explain"
+    description = "Print every option, its value and where the value came from. A script is ignored."
+    if print_help(words, command, "[options as for launch]", description):
+        return 0
+    options = read_options(words, command, os.environ)
+    outer = find_outer_job(os.environ)
+    resolved, _ = resolve_options(options, os.environ, outer)
+    rows = [("option", "value", "from")]
+    rows += [(path, text, source.where) for path, text, source in option_rows(resolved)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines = [f"{path:<{widths[0]}}  {value:<{widths[1]}}  {where}" for path, value, where in rows]
+    print("\n".join([*lines, *(f"note: {note}" for note in (*options.notes, *resolved.notes))]))
+    if outer is not None:
+        print(f"note: {outer.describe()}")
+    refuse_nesting(os.environ)
+    check_job(resolved, outer, options, words)
+    return 0
+
+
+def run_env(words: Sequence[str]) -> int:
+    """Print versions, devices, variables and the configuration file, as a block to paste into a bug report."""
+    arguments = env_parser().parse_args(words)
+    lines = [f"- {name}: {value}" for name, value in environment_facts(asks_torch=arguments.devices)]
+    variables = {name: value for name, value in sorted(os.environ.items()) if _REPORTED.match(name)}
+    lines += [f"- {name}: {value}" for name, value in mask_secrets(variables).items()]
+    lines.append(_config_lines(arguments.config_file))
+    print("\n".join(["Copy this into the bug report:", "", *lines]))
+    return 0
+
+
+def env_parser() -> argparse.ArgumentParser:
+    """Return the parser of `accel-trainer env`."""
+    parser = command_parser("env", "Print versions, devices and configuration for a bug report.")
+    add_option(parser, "config_file", metavar="FILE", help="the file to report instead of the default one")
+    parser.add_argument("--devices", action="store_true", help="import torch, and ask it for the devices: some seconds")
+    return parser
+
+
+def environment_facts(*, asks_torch: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield what a bug report begins with: versions, and devices, by torch or by the files of their drivers."""
+    yield "accel_trainer", _version("accel-trainer")
+    yield "Python", f"{platform.python_version()} ({sys.executable})"
+    yield "platform", platform.platform()
+    yield "CPU cores", str(os.cpu_count())
+    for package in _PACKAGES:
+        yield package, _version(package)
+    yield "accelerate (not used)", _version("accelerate")
+    if asks_torch:
+        yield from _device_facts()
+    else:
+        found = ", ".join(device_files())
+        yield "accelerator", f"{found} (--devices asks torch)" if found else "none, the CPU is used"
+
+
+def _device_facts() -> Iterator[tuple[str, str]]:
+    try:
+        import torch
+    except Exception as error:  # a broken installation of torch is what such a report is often about
+        yield "torch cannot be imported", f"{type(error).__name__}: {error}"
+        return
+    yield "torch built for", f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
+    if not torch.accelerator.is_available():
+        yield "accelerator", "none, the CPU is used"
+        return
+    kind = torch.accelerator.current_accelerator()
+    yield "accelerator", f"{torch.accelerator.device_count()} x {kind.type if kind else 'unknown'}"
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            yield f"device {index}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _config_lines(file: str | None) -> str:
+    default, note = find_default_config(os.environ)
+    path = Path(file) if file else default
+    if path is None:
+        return f"- configuration: none ({default_config_path(os.environ)} does not exist)"
+    try:
+        content = mask_secrets(read_file(str(path)).content)
+    except ConfigError as error:
+        return f"- configuration: {redact(str(error))}"
+    head = f"- configuration: {path}" if file else f"- {note}"
+    return "\n".join([head, *(f"    {key}: {value}" for key, value in content.items())])
+
+
+# --- completion -------------------------------------------------------------------------------------------------------
+
+
+def run_completion(words: Sequence[str]) -> int:
+    """Print the script for a shell, made from the commands and flags of this version."""
+    print(shtab.complete(_program_parser(), completion_parser().parse_args(words).shell))
+    return 0
+
+
+def completion_parser() -> argparse.ArgumentParser:
+    """Return the parser of `accel-trainer completion`."""
+    parser = command_parser(
+        "completion",
+        'Print a completion script. bash, zsh: eval "$(accel-trainer completion bash)"; '
+        "fish: accel-trainer completion fish | source",
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    return parser
+
+
+def _program_parser() -> argparse.ArgumentParser:
+    """Return the parsers of all commands as those of one program, which `cli.main` does not need."""
+    program = argparse.ArgumentParser("accel-trainer")
+    commands = program.add_subparsers()
+    for name, command in COMMANDS.items():
+        parser = load_command(command.parser)()
+        _mark_paths(parser)
+        commands.add_parser(name, parents=[parser], help=command.text, add_help=False)
+    return program
+
+
+def _mark_paths(parser: argparse.ArgumentParser) -> None:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                _mark_paths(child)
+        elif _PATHS & {action.metavar, action.dest}:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -74,7 +74,7 @@ def run_launch(words: Sequence[str]) -> int:
         return 0
     options = _read_and_print_notes(words, command)
     if options.slurm or options.kubernetes:
-        code: int = load_command("contrib.clusters.submission:run_scheduled")(options, words)
+        code: int = load_command("contrib.submission:run_scheduled")(options, words)
         return code
     if options.submit or options.image is not None:
         raise ConfigError("--submit and --image are for a job of --slurm or --kubernetes; add one of them")

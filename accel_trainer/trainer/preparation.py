@@ -26,7 +26,7 @@ from transformers.trainer_utils import has_length
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accelerator import Accelerator
-from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized
+from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized, share_accelerator
 from accel_trainer.checkpoint.weights.into_model import init_empty_weights, load_checkpoint_in_model
 from accel_trainer.checkpoint.weights.weight_files import INDEX_NAME, WEIGHTS_NAME, WeightFiles
 from accel_trainer.config import NonFiniteAction, Resolved, SchedulerSteps
@@ -34,7 +34,6 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.broadcast_values import broadcast_buffers
-from accel_trainer.trainer.accelerate_states import share_accelerator
 from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_config
 from accel_trainer.trainer.arguments.fsdp_arguments import (
     check_recomputation,
@@ -114,7 +113,7 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
             f"arguments ask for strategy {accelerator.strategy.name!r}; give the arguments the options of that "
             "Accelerator's strategy as well, or leave use_configured_state out"
         )
-    share_accelerator(accelerator)
+    share_accelerator(accelerator.state)
     return accelerator
 
 

@@ -20,7 +20,13 @@ from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from accel_trainer import logging
 from accel_trainer.accelerator.options import SetOption, check_num_processes, set_options, show_option
-from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized, stated_waits
+from accel_trainer.accelerator.shared_state import (
+    AcceleratorState,
+    PartialState,
+    is_initialized,
+    share_process,
+    stated_waits,
+)
 from accel_trainer.checkpoint.checkpointer import SavePolicy
 from accel_trainer.checkpoint.reader import check_verify
 from accel_trainer.config import Resolved, Source, SourceKind, field_specs
@@ -31,7 +37,6 @@ from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.runtime.process import find_process, hidden_variable, init_process, read_environment
 from accel_trainer.tracking import mask_secrets, redact
-from accel_trainer.trainer.accelerate_states import share_process
 from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
 from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, resolve_arguments
 

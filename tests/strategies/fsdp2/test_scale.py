@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler
 
 from accel_trainer.checkpoint.shards import local_box, local_tensor, own_share
 from accel_trainer.config import resolve
-from accel_trainer.contrib.planning.planner import fake_job
+from accel_trainer.contrib.planner import fake_job
 from accel_trainer.data.plan import RoundRule, plan_rounds
 from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.precision import build_precision

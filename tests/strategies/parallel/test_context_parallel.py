@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_trainer.config.resolve import resolve
-from accel_trainer.contrib.planning.planner import Cluster, Workload, plan_layout
+from accel_trainer.contrib.planner import Cluster, Workload, plan_layout
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.parallelism import TorchContextParallelConfig
 from accel_trainer.strategies.parallel.sequence_parallel import find_language_model, shard_sequences

@@ -29,7 +29,7 @@ from accel_trainer.launch.job import read_options, resolve_options
 from accel_trainer.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
-    from accel_trainer.contrib.planning.planner import LayoutPlan
+    from accel_trainer.contrib.planner import LayoutPlan
 
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 _TRAINABLE = ("float32", "float16", "bfloat16")
@@ -208,7 +208,7 @@ def _plan(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) 
     if launch.num_processes is None:
         raise ConfigError("the plan of a layout needs the number of processes; add --num_processes N")
     from accel_trainer.checkpoint.weights.into_model import as_dtype
-    from accel_trainer.contrib.planning.planner import Cluster, Workload, plan_layout
+    from accel_trainer.contrib.planner import Cluster, Workload, plan_layout
 
     cluster = Cluster(**{name: getattr(args, name) for name, *_ in _SPEEDS})
     if resolved.is_set("launch.num_machines"):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from accel_trainer.config import resolve
-from accel_trainer.contrib.planning.planner import Cluster, LayoutPlan, Workload, fake_job, plan_layout
+from accel_trainer.contrib.planner import Cluster, LayoutPlan, Workload, fake_job, plan_layout
 from accel_trainer.errors import ConfigError
 from tests.ranks import preload, run_ranks
 

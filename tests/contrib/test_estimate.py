@@ -21,7 +21,7 @@ from accel_trainer.commands.estimate import (
     gather_data,
     verify_on_hub,
 )
-from accel_trainer.contrib.planning import estimate
+from accel_trainer.contrib import estimate
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, MissingExtraError
 from accel_trainer.launch.cli import main
 

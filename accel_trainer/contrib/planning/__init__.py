@@ -1,1 +1,0 @@
-"""Plans of layouts: the memory and the collectives of a rank, without the job."""
