@@ -55,11 +55,7 @@ class Float8Recipe:
 
     @classmethod
     def build(cls, options: Fp8Config, given: Any = None, module_filter: ModuleFilter | None = None) -> Float8Recipe:
-        """Return the recipe of the options; a Float8LinearConfig that was given says everything itself.
-
-        Raises:
-            MissingExtraError: torchao is not installed.
-        """
+        """Return the recipe of the options, or the Float8LinearConfig given; MissingExtraError without torchao."""
         config_class = _torchao().Float8LinearConfig
         config = given or config_class(
             enable_fsdp_float8_all_gather=options.enable_fsdp_float8_all_gather,

@@ -80,11 +80,7 @@ class GeneralTracker(ABC):
         """Store values of a step: numbers, texts, and other types that the library takes."""
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Store images of a step: by name, a sequence of arrays (height, width, channels).
-
-        Raises:
-            ConfigError: this tracker stores no images.
-        """
+        """Store images of a step by name: arrays (height, width, channels); a ConfigError where it cannot."""
         raise ConfigError(f"tracker {self.name!r} stores no images; log them with another one of log_with")
 
     def log_table(
@@ -96,11 +92,7 @@ class GeneralTracker(ABC):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Store a table of a step: columns and rows, or a pandas dataframe.
-
-        Raises:
-            ConfigError: this tracker stores no tables.
-        """
+        """Store a table of a step, columns and rows or a pandas dataframe; a ConfigError where it cannot."""
         raise ConfigError(f"tracker {self.name!r} stores no tables; log them with another one of log_with")
 
     def finish(self) -> None:  # noqa: B027  # optional
@@ -112,11 +104,7 @@ LOGGER_TYPE_TO_CLASS = TRACKER_CLASSES
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> type[GeneralTracker]:
-    """Let `log_with` name a tracker class of one's own by its `name`. May be used as a decorator.
-
-    Raises:
-        ConfigError: it is no subclass of GeneralTracker, or has no name.
-    """
+    """Let `log_with` name a GeneralTracker by its `name`; may be a decorator. A ConfigError for other classes."""
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigError(
             f"register_tracker_class got {tracker_class!r}; give a subclass of accel_trainer.tracking.GeneralTracker"

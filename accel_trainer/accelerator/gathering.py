@@ -136,10 +136,7 @@ def gather_object(object: Any) -> list[Any]:
 
 
 def reduce(tensor: Any, reduction: ReduceOp | str = ReduceOp.MEAN, scale: float = 1.0) -> Any:
-    """Combine the tensors of all ranks: "mean", "sum", "min", "max", "prod" or "none". Collective.
-
-    Without a name it is the mean; `Accelerator.reduce` without one is the sum. Both are so in accelerate.
-    """
+    """Combine all ranks' tensors by "mean", "sum", "min", "max", "prod" or "none" (of None: "mean"). Collective."""
     return collectives.reduce(tensor, current_process(), reduction=reduction, scale=scale, debug=_checks())
 
 
@@ -161,11 +158,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """Return the tensor that one rank gives on every rank, on its device; the others give None. Collective.
-
-    Raises:
-        ConfigError: no rank, or more than one, gave a tensor.
-    """
+    """Return one rank's tensor on every rank's device; a ConfigError where none or several give one. Collective."""
     process = current_process()
     given = collectives.gather_object([tensor is not None], process)
     if sum(given) != 1:
@@ -180,11 +173,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 
 
 def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
-    """Set one stream of random numbers, or a generator, to that of rank 0. Collective: every rank calls it.
-
-    Raises:
-        ConfigError: this device has no such stream, or neither is given.
-    """
+    """Set a stream of random numbers to rank 0's; a ConfigError where this device has none such. Collective."""
     process = current_process()
     if generator is None and rng_type is None:
         raise ConfigError("synchronize_rng_state got neither rng_type nor generator; give one of them")

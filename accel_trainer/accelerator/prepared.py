@@ -77,15 +77,9 @@ class Prepared:
         *,
         is_distributed: bool,
     ) -> tuple[dict[int, list[Optimizer]], list[tuple[PreparedUnit, Optimizer]]]:
-        """Find the models of each optimizer that is not bound yet, by its parameters.
+        """Return unbound optimizers by the id of one of `models`, and those of models that are prepared already.
 
-        Args:
-            models: those that are to be prepared.
-            replaced: units whose models are among them.
-            is_distributed: refuse an optimizer where no model is prepared; one process lets it join its model later.
-
-        Returns:
-            Optimizers by the id of a model that is to be prepared, and those of models that are prepared already.
+        Models of `replaced` units are among `models`. On one process, an optimizer may join its model later.
         """
         alone = {id(o): o for o in self.alone}
         bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)} | alone

@@ -100,12 +100,7 @@ def describe_changes(
     *,
     without_effect: Collection[str] = (),
 ) -> str | None:
-    """Return how options and versions differ from those of the run that saved a checkpoint; None where none does.
-
-    Args:
-        before: options in words, by name, of the run that saved it.
-        without_effect: options in whose place the checkpoint has a state that this run goes on with.
-    """
+    """Return how options (but those `without_effect`) and versions differ from the saving run's; None if not."""
     before, now = {**before, **manifest.versions}, {**now, **used_versions()}
     changes = [
         f"{name}: {before[name]} -> {value}"

@@ -254,10 +254,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def reserves(self, name: str) -> bool:
-        """Whether a file of this name, which the manifest does not list, may not lie in the checkpoint.
-
-        Any, unless the writer said by `metadata["reserved_names"]`, shell patterns, which names its readers look for.
-        """
+        """Whether a file of this name may not lie in the checkpoint unlisted: any, or those of `reserved_names`."""
         patterns = self.metadata.get("reserved_names")
         return patterns is None or any(fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -183,10 +183,7 @@ def has_manifest(path: Path) -> bool:
 def choose_newest(
     directory: Path, verify: Verify, kind: CheckpointKind, passed_over: list[str], missing: AccelTrainerError
 ) -> Path:
-    """Return the newest checkpoint that is complete as far as names and lengths tell; rank 0 calls it.
-
-    Those in `passed_over` are left out, and those that are found to be bad are added. `missing` is raised for none.
-    """
+    """Return the newest checkpoint complete by names and lengths; bad ones join `passed_over`. On rank 0."""
     seen = {line.partition(":")[0] for line in passed_over}
     for _, path in reversed(numbered_checkpoints(directory, kind.prefix)):
         if path.name in seen:

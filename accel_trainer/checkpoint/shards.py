@@ -210,10 +210,7 @@ class TensorShards:
 
 
 class ShardedTensors(TensorReader):
-    """Stored tensors by name, each in one or several shards: any box of one is put together from those that meet it.
-
-    A read raises CorruptCheckpointError where a file does not hold the shards that the metadata say.
-    """
+    """Stored tensors by name, any box of which is put together from shards; CorruptCheckpointError where some lack."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

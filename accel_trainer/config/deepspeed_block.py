@@ -308,10 +308,7 @@ def _lines(node: Node, section: str) -> Iterator[tuple[str, int | None]]:
 def put_block(
     layer: Layer, entry: Entry, *, origins: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> None:
-    """Put a block into a layer: a mapping, or text that names a file, a packaged configuration, or holds JSON.
-
-    `origins` are those of single keys; paths may be relative to `folder`, besides the working directory.
-    """
+    """Put a block into a layer: a mapping, or text: a file (also in `folder`), a packaged name, or JSON."""
     value = entry.value
     if isinstance(value, str) and value.strip() or isinstance(value, Path):
         try:

@@ -138,12 +138,7 @@ def _paths_of(sizes: Mapping[str, int | None]) -> list[str]:
 
 
 def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: int, num_nodes: int | None) -> AxisSizes:
-    """Return the sizes of a job of `world_size` processes. Not collective.
-
-    Args:
-        describe: gives `path=value (from where)` for a dotted path.
-        num_nodes: None where they have unequally many processes.
-    """
+    """Return the sizes of a job's axes; `num_nodes` is None where nodes have unequally many ranks. Not collective."""
     shards = "dp_shard" in _AXES_OF.get(config.strategy, AXES)
     sizes = {axis: get_value(config, f"parallel.{axis}_size") for axis in AXES}
     paths = _paths_of(sizes)

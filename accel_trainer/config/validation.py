@@ -117,12 +117,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | None = None) -> Any:
-    """Return `value`, which is never None, as the type of the option, checked against its range.
-
-    Args:
-        lenient: take text for numbers and booleans too, as environment variables and accelerate's files need.
-        text: the scalar as it stood unquoted in a file, if it did.
-    """
+    """Return a value in the option's type and range; `lenient` takes text, and `text` is the scalar as it stood."""
     # An option that may be None is written KIND | None.
     kind = typing.get_args(spec.annotation)[0] if isinstance(spec.annotation, types.UnionType) else spec.annotation
     result: Any

@@ -1,4 +1,1 @@
-"""Companions of a run, without which every run is the same.
-
-Nothing imports it: the command line and the Trainer find what they call by names in strings.
-"""
+"""Companions of a run, which the command line and the Trainer find by names in strings: nothing imports them."""

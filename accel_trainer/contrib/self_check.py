@@ -1,7 +1,4 @@
-"""The script of `accel-trainer test`: processes, collectives, loaders and training, checked in a job as configured.
-
-Every rank makes every check. Rank 0 prints the checks that hold; a rank on which one fails prints that and ends with 1.
-"""
+"""The script of `accel-trainer test`: every rank checks processes, collectives, loaders and training of a job."""
 
 from __future__ import annotations
 

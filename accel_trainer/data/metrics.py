@@ -18,15 +18,9 @@ from accel_trainer.tree import leaves, map_leaves
 
 
 def keep_one_for_each(data: Any, num_samples: int, full: int, seen: set[int]) -> Any:
-    """Return `data` with a value that was repeated for each sample of a full batch cut to those of this rank's batch.
+    """Return `data` with values that were repeated for a `full` batch's samples cut to the `num_samples` of this one.
 
-    `loss.repeat(batch_size)` has too many rows in a step with fewer samples. They are no several rows of each sample
-    where tensors of full steps had one row for each, and none had that many.
-
-    Args:
-        num_samples: in this rank's batch.
-        full: samples in a full one.
-        seen: rows of the tensors in full steps of the pass; added to.
+    They are not several rows of each sample where tensors of full steps had one for each: `seen`, which is added to.
     """
     if num_samples == full:
         seen.update(leaf.shape[0] for leaf in leaves(data) if isinstance(leaf, Tensor) and leaf.ndim)

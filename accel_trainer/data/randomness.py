@@ -85,10 +85,7 @@ class StepStreams:
 
 
 def draw_alike(source: Any, seed: int) -> Iterator[Any]:
-    """Iterate `source` with its draws from global streams taken from private ones that begin at `seed`.
-
-    A source that draws nothing for its first item is taken to draw nothing at all, and is iterated directly.
-    """
+    """Iterate `source` with private streams at `seed` for its draws; directly where its first item draws nothing."""
     streams = PrivateStreams(seed)
     with streams:
         items = iter(source)
@@ -111,12 +108,7 @@ _TURN: tuple[Any, int, int] = (None, -1, 0)
 
 
 class NumberedItems:
-    """A sampler's items, each with its number in the epoch, and the epoch.
-
-    Args:
-        begin: called when a pass begins; returns the epoch and the number of the first item, and how many workers to
-            leave out before it: each item is then read by the worker that reads it in a full pass.
-    """
+    """A sampler's items with their numbers; `begin()` gives the epoch, the first number and the workers to skip."""
 
     def __init__(self, sampler: Any, begin: Callable[[], tuple[int, int, int]]) -> None:
         self._sampler = sampler

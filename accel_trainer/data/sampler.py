@@ -326,13 +326,7 @@ def find_replicated(sampler: Any) -> Any:
 
 
 def _seeded(sampler: Any, seed: int, fresh: dict[int, torch.Generator] | None = None) -> tuple[Any, bool]:
-    """Return a copy of a sampler with its generators seeded with `seed`, and whether that fixes its order.
-
-    Samplers that share a generator, of which one wraps others for instance, share one in the copy, too.
-
-    Args:
-        fresh: the new generators, by the id of those that they replace.
-    """
+    """Return a copy of a sampler with generators seeded anew (`fresh`: by id), and whether that fixes its order."""
     fresh = {} if fresh is None else fresh
     changed: dict[str, Any] = {}
     if hasattr(sampler, "generator"):

@@ -75,11 +75,7 @@ def check_gpu_ids(resolved: Resolved, environ: Mapping[str, str]) -> None:
 
 
 def count_tpus() -> int:
-    """Return the number of TPU devices on this machine's PCI bus. Imports nothing.
-
-    Raises:
-        ConfigError: there are some, and torch-tpu, without which torch does not find them, is not installed.
-    """
+    """Return the number of TPUs on the PCI bus; a ConfigError where torch-tpu is missing. Imports nothing."""
     count = 0
     with suppress(OSError):  # no such bus here
         count = sum(_is_chip(device) for device in _PCI_DEVICES.iterdir())
@@ -128,16 +124,10 @@ def set_tpu_variables(num_machines: int, num_local: int) -> None:
 
 
 def find_interface(address: str | None) -> str | None:
-    """Return the name of the interface whose address this machine has on the way to another one.
+    """Return the interface towards `address`, or for None of this machine alone; None where it cannot be told.
 
     gloo would take the interface that the machine's own name resolves to: on many systems 127.0.1.1, where no other
     machine can reach it. Nothing is sent.
-
-    Args:
-        address: name or number of the machine that all meet at; None for a job on this machine alone.
-
-    Returns:
-        None where it cannot be told: an unknown name, no route, or another system than Linux.
     """
     if address is None:
         return _LOOPBACK if _LOOPBACK in dict(socket.if_nameindex()).values() else None

@@ -306,21 +306,13 @@ def torchao_required(func: F) -> F:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the kind of this machine's devices and the `DistributedType` of several; ("cuda", "MULTI_GPU") for none.
-
-    Nothing is started on a device, so that a fork afterwards is safe.
-    """
+    """Return the kind of this machine's devices and its `DistributedType`; starts nothing, so that forks are safe."""
     kind = next(filter(_has_device, _PLUGIN_DEVICES), None)
     return ("cuda", "MULTI_GPU") if kind is None else (kind, f"MULTI_{kind.upper()}")
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of NVIDIA's GPUs, and their number. CUDA is not started.
-
-    Raises:
-        OSError: nvidia-smi is not there.
-        subprocess.CalledProcessError: it failed.
-    """
+    """Return names and number of NVIDIA's GPUs by nvidia-smi, whose OSError or CalledProcessError is raised."""
     names = [line.split(",")[1].strip() for line in _ask_nvidia("count,name")]
     return names, len(names)
 
@@ -427,11 +419,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Return 1 or 0 for a word of truth; with `to_bool`, True or False.
-
-    Raises:
-        ConfigError: another word.
-    """
+    """Return 1 or 0 for a word of truth, True or False with `to_bool`; a ConfigError for another word."""
     word = value.lower()
     if word not in _TRUE + _FALSE:
         raise ConfigError(f"invalid truth value {value!r}; expected one of {', '.join(_TRUE + _FALSE)}")
@@ -439,11 +427,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Return the truth of a variable, or `default` where it is not set.
-
-    Raises:
-        ConfigError: its text is no word of truth.
-    """
+    """Return the truth of a variable, or `default` where it is not set; a ConfigError for no word of truth."""
     return bool(str_to_bool(os.environ.get(key, str(default))))
 
 

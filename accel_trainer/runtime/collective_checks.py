@@ -35,13 +35,8 @@ def note_call(
 ) -> None:
     """Note a collective that this rank is about to call; every 64th time, compare the calls of all ranks.
 
-    Every rank of the job calls it, in the thread of its loop; elsewhere nothing is noted. What the ranks compare goes
-    through the job's store, which a rank in another collective does not disturb.
-
-    Args:
-        data: a nesting with tensors of the same shapes and dtypes on all ranks.
-        checked: descriptions of the leaves, for a comparison of this call (`debug`); None compares nothing.
-        way_out: a further remedy, for the message.
+    Every rank calls it in its loop's thread, with equal shapes and dtypes in `data`. `checked` has descriptions of the
+    leaves to compare now (`debug`). The job's store carries what is compared: other collectives do not disturb it.
 
     Raises:
         DesyncError: on every rank that comes, the ranks call different operations, or have called.

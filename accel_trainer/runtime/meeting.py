@@ -69,11 +69,7 @@ class Meeting:
                 self._store.set(f"{self._name}/{self._round}/call", "")
 
     def is_at(self, position: int) -> bool:
-        """Whether the ranks meet at a position, where this rank is; waits for the answers of the others.
-
-        Raises:
-            ProcessGroupError: a rank has left with an error, or does not answer.
-        """
+        """Whether the ranks meet at this one's position, once all answer; a ProcessGroupError where one is gone."""
         with self._lock:  # the thread may be about to answer
             answer = self._answer
         if self._place is None:

@@ -208,13 +208,9 @@ def check_weights(
     is_forced: bool,
     doing: Literal["save", "load"] = "save",
 ) -> bool:
-    """Refuse to save weights that are NaN or infinite, or to go on from such that have been loaded.
+    """Refuse to save, or to go on from, weights that are NaN or infinite; False on every rank if `is_forced`.
 
-    Args:
-        named: this rank's weights, or shards of them.
-        section: what is saved or loaded, for the message.
-        process: of ranks that hold different shards, which all call this; None where this rank holds all.
-        is_forced: it is a warning, and False is returned, on every rank; else a NonFiniteError is raised on every rank.
+    `process`: of ranks that hold different shards, which all call this; None where this rank holds all.
     """
     bad = _nonfinite_names(named)
     found = [bad] if process is None else gather_or_raise(process, section, None, bad)

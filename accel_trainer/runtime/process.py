@@ -366,11 +366,7 @@ def forget_process() -> None:
 
 
 def current_process() -> ProcessContext:
-    """Return the context of the job that this process has joined; without a launcher, that of a process alone.
-
-    Raises:
-        ProcessGroupError: a launcher started several processes, and this one has not joined them yet.
-    """
+    """Return this process's context, alone without a launcher; a ProcessGroupError before it joins its job."""
     if _current is not None:
         return _current
     info = find_launch_info(os.environ)

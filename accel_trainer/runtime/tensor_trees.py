@@ -84,11 +84,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to the leaves that `test_type` accepts; others stay, or are an error.
-
-    Raises:
-        UnsupportedTypeError: with `error_on_other_type`, a leaf is not of the tested type.
-    """
+    """Apply a function to leaves of `test_type`; others stay, or raise an UnsupportedTypeError if asked to."""
 
     def apply(leaf: Any) -> Any:
         if test_type(leaf):

@@ -89,12 +89,7 @@ class DDPUnit(NativeUnit):
 
     @contextmanager
     def sync_in_backward(self) -> Iterator[None]:
-        """Exchange gradients in the backward of this block, although its forward ran without sync.
-
-        Raises:
-            ConfigError: DDP has to see the outputs in the forward, to learn which parameters are used; or the ranks
-                update their replicas apart.
-        """
+        """Exchange gradients in the block's backward; a ConfigError where the forward decides, or ranks are apart."""
         replicas = self._replicas
         if replicas is None:
             yield

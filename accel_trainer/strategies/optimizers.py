@@ -64,13 +64,7 @@ def check_frozen(model: nn.Module, frozen: Sequence[nn.Parameter], why: str) -> 
 
 
 class OptimizerPlaceholder(Optimizer):
-    """Holds the parameters for the engine's optimizer; once that is built, it shows its groups and state.
-
-    Attributes:
-        numbers: hyperparameters by name, for those that the engine's configuration leaves open.
-        given: the parameters or groups as they were given.
-        real: the engine's optimizer; None before the model is prepared.
-    """
+    """Holds parameters (`given`) and `numbers` for the engine's optimizer, which it shows once it is built (`real`)."""
 
     def __init__(
         self, param_groups: Iterable[dict[str, Any]], given: Iterable[Any], numbers: Mapping[str, Any]

@@ -86,11 +86,7 @@ class WindowReader:
         self._read, self._rows, self._batches, self._weights = [], [], [], None
 
     def begin(self, batches: list[Any]) -> None:
-        """Begin an update of these batches.
-
-        Raises:
-            ConfigError: they are not those that were read, and ranks hold unequally many samples.
-        """
+        """Begin an update of these batches; a ConfigError where they were not read, and ranks' rows differ."""
         self._batches = batches
         if not self._read:
             return

@@ -303,11 +303,7 @@ def _leaving_no_trace(model: nn.Module | None = None) -> Iterator[None]:
 
 
 def count_labels(batch: Any, shifts: bool) -> Tensor | None:
-    """Return the number of labels of a batch that its loss counts (scalar, int64); None where that is unknown.
-
-    Args:
-        shifts: the model predicts the next token, so that a row's first label is never a target.
-    """
+    """Return the labels (scalar, int64) that a batch's loss counts, no first ones if it `shifts`; None if unknown."""
     if not isinstance(batch, Mapping):
         return None
     labels = batch.get("shift_labels")
@@ -345,11 +341,7 @@ class ShiftingLabelSmoother(LabelSmoother):
 
 
 def build_smoother(model: Any, factor: float, *, shifts: bool) -> LabelSmoother | None:
-    """Return the label smoothing of a model's loss; None where the arguments ask for none, or the loss has none.
-
-    Args:
-        shifts: the model is known to predict the next token, by whatever tells.
-    """
+    """Return the label smoothing of a model that `shifts` or not; None where none is asked for, or fits the loss."""
     problem_type = getattr(getattr(model, "config", None), "problem_type", None)
     if not factor or problem_type == "multi_label_classification":
         return None

@@ -121,12 +121,7 @@ class RunClock:
                 self.sample = DeviceSample(events, num_skipped)
 
     def split(self, checkpoint_seconds: float, waited_seconds: float | None) -> dict[str, float | None]:
-        """Return the seconds of each phase, which add up to `total`; None for a phase that was not measured.
-
-        Args:
-            checkpoint_seconds: for which the run stood still for saves and for its resume.
-            waited_seconds: for which backwards waited for the exchange of gradients; None where nobody knows.
-        """
+        """Return the seconds of each phase, which add up to `total`; None for one that was not measured."""
         total = self.seconds
         around = self.startup_seconds + self.evaluation_seconds + checkpoint_seconds
         updates = [self.data_seconds, self.compute_seconds, self.update_seconds]

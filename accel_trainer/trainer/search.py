@@ -216,11 +216,7 @@ class BatchSizeSearch:
         self._states = [(each, copy.deepcopy(each.state_dict())) for each in given]
 
     def run(self, train: Callable[[], TrainOutput], start: int) -> TrainOutput:
-        """Train until memory suffices on every rank, with `start` samples first; return that result. Collective.
-
-        Raises:
-            ConfigError: memory does not suffice for one sample.
-        """
+        """Train until memory suffices on all ranks, from `start` samples; a ConfigError at none. Collective."""
         trainer = self._trainer
         is_first = True
 

@@ -125,11 +125,7 @@ class DeepSpeedStrategy(BaseStrategy):
         _resolve(resolved, world_size, partial=True)
 
     def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
-        """Bring the engine up before models are built: at stage 3 they may be built in pieces. Collective.
-
-        Returns:
-            The configuration with the accumulation steps and the precision that the engine's own one states.
-        """
+        """Bring the engine up before models are built; return the configuration with what its own says. Collective."""
         config = _resolve(resolved, process.world_size, partial=True)
         start_engine(process, config.data)
         self._building = None  # of another configuration: transformers sees that it is gone

@@ -96,13 +96,10 @@ class DeepSpeedUnit(TrainUnit):
         hooks: Sequence[RemovableHandle] = (),
         compared_over: ProcessContext | None = None,
     ) -> None:
-        """Take an engine over.
+        """Take an engine over, with the names in each optimizer group, and the module's hooks to remove with it.
 
-        Args:
-            groups: names of the parameters of each group of the optimizer.
-            hooks: of the module, to be removed with the engine.
-            compared_over: the ranks that are to begin each backward and step together (`debug`): both have collectives
-                of the engine's own, and a rank that leaves one out would have gloo end another's process.
+        `compared_over`: ranks that begin each backward and step together (`debug`). A rank that leaves one of the
+        engine's collectives out would have gloo end another's process.
         """
         self.model: nn.Module = engine
         self.module: nn.Module = engine.module

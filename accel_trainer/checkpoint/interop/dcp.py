@@ -182,11 +182,7 @@ class DcpDirectory(ShardedTensors):
         return self._load(self._objects[name], name)
 
     def nested(self, first: Any, tensor: Callable[[str], Any] | None = None) -> dict[Any, Any]:
-        """Return everything below a key of the outermost dict as the nested dicts and lists that were saved.
-
-        Args:
-            tensor: what stands for a tensor, by its flat name; None reads it.
-        """
+        """Return the nested dicts and lists below a key of the outermost one, with `tensor` of each flat name."""
         tree: dict[Any, Any] = {}
         read = tensor or self.__getitem__
         for name in (*self.tensors, *self._objects):

@@ -159,11 +159,7 @@ def _names_to_gather(model: nn.Module, state: State) -> list[str]:
 def gather_adapters(
     model: nn.Module, lazy: Mapping[str, LazyTensor], target: Path, process: ProcessContext, *, writes: bool
 ) -> Iterator[dict[str, Tensor]]:
-    """Gather the adapters of a sharded model beside `target`, for its `save_pretrained` in this block. Collective.
-
-    Yields:
-        Where this rank writes, the state_dict to hand over, whose entries of the base model have no values; else {}.
-    """
+    """Gather a sharded model's adapters beside `target`; yields the state_dict to save, {} elsewhere. Collective."""
     # Not on each rank: the hub might answer one of them and not another.
     name = partial(_names_to_gather, model, lazy) if process.is_main else list[str]
     names = gather_calls(process, "naming of the adapters", name)[0]

@@ -80,11 +80,7 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: int | str | torch.device, include_buffers: bool = False) -> Iterator[None]:
-    """Build modules whose parameters are on `device` from the start. Of this thread; the context may be nested.
-
-    Args:
-        include_buffers: buffers too, and every other tensor that is made in the context without naming a device.
-    """
+    """Build modules with parameters, and with `include_buffers` all new tensors, on `device`, in this thread."""
     device = with_index(device)
     if include_buffers:
         with device:

@@ -43,11 +43,7 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
-    """Return a weight that `offload_weight` wrote, mapped: it is read as far as it is used, and changes stay private.
-
-    Args:
-        weight_info: its entry of the index.
-    """
+    """Return a weight of `offload_weight`, by its entry of the index, mapped: changes to it stay private."""
     path = Path(weight_file)
     dtype, shape = _dtype_of(weight_info["dtype"]), torch.Size(weight_info["shape"])
     num_bytes = shape.numel() * dtype.itemsize

@@ -459,10 +459,7 @@ class WeightFiles(TensorReader):
 
 
 class BroadcastFiles(TensorReader):
-    """Weight files that only rank 0 can see: it reads, and broadcasts one tensor at a time by way of `device`.
-
-    Collective: every rank builds it, and reads the same tensors in the same order. Errors are those of `WeightFiles`.
-    """
+    """Weight files of rank 0 alone, which broadcasts one tensor at a time by `device`. Collective in each call."""
 
     def __init__(self, checkpoint: Path, device: torch.device) -> None:
         self.path = checkpoint

@@ -1,7 +1,4 @@
-"""A run explains itself: its record, the blocks of its beginning and its end in the log, and its page.
-
-The record holds how it was set up, its throughput and memory, and where its time went; checkpoints keep it.
-"""
+"""A run explains itself: its record, which checkpoints keep, the blocks in its log, and its page."""
 
 from __future__ import annotations
 
@@ -155,12 +152,7 @@ class RunReport(RunObserver):
         self._last_point = (step, seconds)
 
     def to_plain(self, peaks: Sequence[int] = (), num_tokens: int = 0) -> dict[str, Any]:
-        """Return the record until now as plain values, for JSON. Not collective.
-
-        Args:
-            peaks: bytes of memory by rank; this rank's alone where they have not been gathered.
-            num_tokens: of all ranks; 0 where they are not known.
-        """
+        """Return the record until now for JSON; `peaks` are bytes by rank, `num_tokens` of all. Not collective."""
         trainer = self.trainer
         seconds = trainer.run_clock.split(trainer.run_checkpoints.metrics.stalled_seconds, self._waited_seconds())
         updates = trainer.state.global_step - self._begun_at

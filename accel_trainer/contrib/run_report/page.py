@@ -1,7 +1,4 @@
-"""One self-contained HTML page of a run, or of several beside each other, and `accel-trainer report`, which writes it.
-
-A page runs no script and loads nothing. Nothing here imports torch.
-"""
+"""`accel-trainer report`: one HTML page of runs that runs no script and loads nothing; nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -384,13 +384,7 @@ class ShardedForward:
 
 
 def _count_rows(sent: Tensor, received: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
-    """Return how many rows go to each rank, and come from each.
-
-    Args:
-        sent: rows to each expert, (ranks, experts of a rank).
-        received: rows from each rank for each of this rank's experts.
-        num_rows: the sum of `sent`.
-    """
+    """Return how many rows go to and come from each rank: `sent` (ranks, experts) to experts, `num_rows` in all."""
     # Tensors have no values where a layout is planned: then all ranks get as many.
     if is_fake(sent):
         size = len(sent)

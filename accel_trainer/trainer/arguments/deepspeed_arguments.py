@@ -35,11 +35,7 @@ _NUMBERS = (
 
 
 def deepspeed_options(args: TrainingArguments) -> dict[str, Any]:
-    """Return the options that `deepspeed` stands for, by dotted path.
-
-    Raises:
-        ConfigError: `fsdp` is set, too.
-    """
+    """Return the options of `deepspeed` by dotted path; a ConfigError where `fsdp` is set, too."""
     if not args.deepspeed:
         return {}
     if args.fsdp:
