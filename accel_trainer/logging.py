@@ -45,11 +45,7 @@ def set_rank(rank: int, world_size: int = 1, wait: Callable[[], None] = _wait_fo
 
 
 def set_level(name: str) -> None:
-    """Set the level of this package's lines, and of no others; a handler for them is the script's matter.
-
-    Raises:
-        ConfigError: it is no level of the logging module.
-    """
+    """Set the level of this package's lines alone; a ConfigError where the logging module has no such level."""
     levels = logging.getLevelNamesMapping()
     if name.upper() not in levels:
         known = ", ".join(level.lower() for level in levels)

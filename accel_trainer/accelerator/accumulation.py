@@ -22,11 +22,10 @@ logger = logging.get_logger(__name__)
 
 @dataclass(slots=True)
 class AccumulationWindow:
-    """The micro-batches of one optimizer step, counted as they come.
+    """The micro-batches of one optimizer step, whose gradient is their mean, counted as they come.
 
-    The gradient of a window is the mean over its micro-batches. The divisor must be known at the first backward: it is
-    `num_steps`, or the number of batches left of a loader that knows its length. The gradients of a window that ends
-    earlier than that (a stream that runs dry) are multiplied by `correction` before they are used.
+    The divisor must be known at the first backward: `num_steps`, or the batches left of a loader that knows its length.
+    Gradients of a window that ends earlier (a stream that runs dry) are multiplied by `correction` before their use.
     """
 
     num_steps: int

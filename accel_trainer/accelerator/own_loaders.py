@@ -154,8 +154,7 @@ class DataLoaderShard(metaclass=_MadeByHand):
     ) -> PreparedDataLoader:
         """Return a `DataLoader(dataset, **kwargs)` that moves its batches and tells where a pass ends.
 
-        `synchronized_generator` (the order of samples depends on seed and epoch alone) and `torch_device_mesh` are not
-        used.
+        `synchronized_generator` (order depends on seed and epoch alone) and `torch_device_mesh` are not used.
 
         Args:
             device: where batches are moved to; None leaves them.

@@ -202,10 +202,9 @@ def stated_waits(resolved: Resolved) -> dict[str, Any]:
 
 
 class PartialState(ProcessView):
-    """This process's rank and device, and the calls that only need those.
+    """This process's rank and device, and the calls that need only those; picklable, its values only.
 
-    Joins the job when it is made, unless a context is given. All of one job are one: an attribute that is set on one is
-    set on each. Picklable: holds values only.
+    Joins the job when it is made, unless a context is given. All of one job share their attributes.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}

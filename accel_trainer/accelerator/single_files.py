@@ -62,13 +62,7 @@ def save(
     *,
     process: ProcessContext | None = None,
 ) -> None:
-    """Write an object to a file on rank 0; a no-op elsewhere.
-
-    Args:
-        save_on_each_node: write on the first rank of each node.
-        safe_serialization: write a state dict as safetensors, by `clean_state_dict_for_safetensors`; else a pickle of
-            torch's.
-    """
+    """Write an object on rank 0, or each node's first rank: a state dict as safetensors, or what torch pickles."""
     process = process or current_process()
     if not (process.is_local_main if save_on_each_node else process.is_main):
         return

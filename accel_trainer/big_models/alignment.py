@@ -395,11 +395,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Add the hooks with which the blocks of a model compute on devices of their own, offloaded or not.
-
-    `execution_device` and `offload` are by the name of a block, or one for the whole module; the other arguments are as
-    of `attach_align_device_hook`.
-    """
+    """Add the hooks with which blocks of a model compute on their devices; options are by a block's name, or one."""
     offloading = partial(
         attach_align_device_hook,
         offload=True,

@@ -348,11 +348,7 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Check that a device map says where each tensor of a model's state dict goes.
-
-    Raises:
-        ConfigError: it leaves some out. Names that are no module of the model are a warning.
-    """
+    """Refuse (ConfigError) a device map that leaves tensors of the model out; unknown names are a warning."""
     stored = model.state_dict(keep_vars=True)
     modules = dict(model.named_modules())
     unknown = [name for name in device_map if name not in modules and name not in stored]

@@ -421,11 +421,7 @@ def lazy_state_dict(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model in host memory, its offloaded weights included: mapped ones stay in their files.
-
-    Raises:
-        ConfigError: tensors have no values anywhere.
-    """
+    """Return a model's state dict in host memory, offloaded weights mapped; a ConfigError where some have no values."""
     state = lazy_state_dict(model)
     return {name: (each if isinstance(each, Tensor) else each()).to("cpu") for name, each in state.items()}
 

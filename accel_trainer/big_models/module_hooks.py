@@ -168,10 +168,9 @@ class CpuOffload(ModelHook):
     def __init__(
         self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
     ) -> None:
-        """Describe the hook.
+        """Describe the hook: None as `execution_device` is the accelerator, or the host where there is none.
 
         Args:
-            execution_device: None is the accelerator, or the host where there is none.
             prev_module_hook: of the model that leaves the device before this one comes.
         """
         if execution_device is None:

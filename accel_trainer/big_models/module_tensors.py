@@ -188,11 +188,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Warn of tied parameters whose names a device map sends to different devices.
-
-    Raises:
-        ConfigError: the map says nothing about one of them.
-    """
+    """Warn of tied parameters that a map sends to different devices; a ConfigError where it leaves one out."""
     for group in tied_params:
         devices = {name: place_of(name, device_map) for name in group}
         if len({str(device) for device in devices.values()}) > 1:

@@ -316,11 +316,10 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
-    """Write the file that arguments of `to_fsdp2_command_parser` ask for, and print its name.
+    """Write the file that parsed arguments ask for, and print its name.
 
     Raises:
-        ConfigError: the file does not exist, is wrong or not accelerate's, cannot be put into keys of FSDP2, or would
-            replace another. Nothing has been written then.
+        ConfigError: the file is missing, wrong or not accelerate's, has no keys of FSDP2, or would replace another.
     """
     source, target = Path(args.config_file), Path(args.output_file or args.config_file)
     if not source.exists():

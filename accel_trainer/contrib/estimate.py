@@ -99,12 +99,7 @@ _SPEEDS = (
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Print the table for arguments of `estimate_command_parser`.
-
-    Raises:
-        CheckpointNotFoundError: there is no such model.
-        ConfigError: its configuration makes no model.
-    """
+    """Print the table, or the plans, for parsed arguments; a CheckpointNotFoundError or ConfigError without a model."""
     from accel_trainer.big_models.sizes import convert_bytes
 
     if args.num_processes is not None or args.config_file is not None:

@@ -148,10 +148,7 @@ def fake_job(world_size: int, local_world_size: int, rank: int = 0) -> Iterator[
 def plan_layout(
     model: nn.Module, resolved: Resolved, num_processes: int, workload: Workload, cluster: Cluster
 ) -> LayoutPlan:
-    """Return the plan of rank 0 of a job. The model, on the meta device, is used up.
-
-    Args:
-        resolved: its strategy is one of ours but DeepSpeed's, which allocates by itself.
+    """Return the plan of rank 0 of a job by one of our strategies. The model, on the meta device, is used up.
 
     Raises:
         ConfigError: the configuration does not make such a job, or the model's step depends on values.

@@ -266,8 +266,7 @@ def _nodes_of(dataset: Any) -> Iterator[Any]:
 def is_sharded_by_rank(dataset: Any) -> bool:
     """Return whether a stream yields this rank's samples only, so that slicing it would lose data.
 
-    It says so itself (`is_sharded_by_rank = True`), `datasets.distributed.split_dataset_by_node` made it or a stream
-    that it wraps, or `apply_sharding` was called on a pipe with a `sharding_filter`.
+    By its own word (`is_sharded_by_rank`), by `split_dataset_by_node` of datasets, or a pipe's `apply_sharding`.
     """
     declared = getattr(dataset, "is_sharded_by_rank", None)
     if declared is not None:

@@ -276,19 +276,12 @@ class ClusterConfig(BaseConfig):
 
 
 def load_config_from_file(config_file: str | Path | None) -> ClusterConfig:
-    """Return the configuration in a file, the default one for None.
-
-    Raises:
-        ConfigError: a `ValueError`: the file does not exist, or something in it is wrong.
-    """
+    """Return the configuration in a file, the default one for None; a ConfigError (a ValueError) for bad ones."""
     return ClusterConfig.from_file(default_config_file if config_file is None else config_file)
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | Literal[False]:
-    """Write a configuration file with defaults; return its path, or False where a file is there, which stays.
-
-    Args:
-        save_location: a YAML file; None is the default one of this library.
+    """Write defaults to a YAML file, or None: this library's own; return it, or False where one is there.
 
     Raises:
         ConfigError: the precision is unknown, or the file cannot be written.

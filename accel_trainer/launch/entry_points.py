@@ -127,11 +127,7 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # n
 
 
 def test_command(args: argparse.Namespace) -> None:
-    """Check processes, collectives, loaders and training as configured.
-
-    Raises:
-        CalledProcessError: a check failed; what it says is on stderr.
-    """
+    """Check processes, collectives, loaders and training as configured; a CalledProcessError where a check failed."""
     _run("test", [] if args.config_file is None else ["--config_file", args.config_file])
     print("Test is a success! You are ready for your distributed training!")
 

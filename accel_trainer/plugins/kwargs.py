@@ -195,11 +195,7 @@ class ProfileKwargs(KwargsHandler):
         return {"profile": self}
 
     def build(self, rank: int) -> profiler.profile:
-        """Return the profiler of a rank.
-
-        Raises:
-            ConfigError: an activity or a schedule option that torch does not know.
-        """
+        """Return the profiler of a rank; a ConfigError for an activity or schedule that torch does not know."""
         options = self.given()
         folder = options.pop("output_trace_dir", None)
         if "activities" in options:

@@ -225,7 +225,7 @@ class ParallelismConfig(OptionObject):
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, which the first call builds. Collective then.
+        """Return the mesh, built by the first call, which names the device. Collective then.
 
         Raises:
             ConfigError: the first call names no device, or a later one another.

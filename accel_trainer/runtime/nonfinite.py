@@ -153,11 +153,7 @@ class NonFiniteGuard:
         return self.rolls_back and not has_norm
 
     def begin_rollback(self, found: str, place: Path | None) -> None:
-        """Log that the run goes back to the checkpoint at a place, for what `roll_back` was called with.
-
-        Raises:
-            NonFiniteError: on every rank: there is none, or the run has gone back to it too often.
-        """
+        """Log that the run goes back to the checkpoint at `place`; a NonFiniteError without one, or too often."""
         if place is None:
             _raise(
                 f"{found}; on_nonfinite='rollback' has no checkpoint of this run to go back to yet. Save one before, "

@@ -214,13 +214,9 @@ _MAX_REPORTED_RANKS = 16
 def describe_ranks(
     answers: list[RankState | None], heard: list[RankState | None], failure: str, *, is_final: bool
 ) -> str:
-    """Return who waits for whom, and the stacks of those that have not come; empty where all ranks compute.
+    """Return who waits for whom, and stacks of those that have not come; empty where all ranks compute.
 
-    Args:
-        answers: where each rank is; None for one that does not answer.
-        heard: the same, or where it was last heard of.
-        failure: what is known of a rank that has failed, or nothing.
-        is_final: somebody has waited in vain, whatever it looks like now.
+    `answers`: where each rank is, None for silent ones; `heard`: where it last was. `is_final`: one has waited in vain.
     """
     group, most = _busiest_group(heard)
     silent = [rank for rank, answer in enumerate(answers) if answer is None]

@@ -58,12 +58,10 @@ class SavePretrained:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Gather the weights, write them on rank 0, and return on every rank once they are written.
 
-        The model's own method wants all of them at once. It gets tensors that are mapped from a file without a name
-        beside its target, into which they are gathered one by one: no rank has to have memory for the model. Of a model
-        with adapters of PEFT, which that method saves alone, the base is not gathered.
-
-        A call that brings its own `state_dict` is passed on as it is, and gathers nothing. A method without such an
-        argument runs on rank 0 alone, where the `state_dict()` of the model and of its modules is full meanwhile.
+        The model's own method wants all at once: it gets tensors that are mapped from a file without a name, into which
+        they are gathered one by one: no rank has to have memory for the model. Of a model with adapters of PEFT, which
+        that method saves alone, the base is not gathered. A call that brings its own `state_dict` gathers nothing. A
+        method without such an argument runs on rank 0 alone, where `state_dict()` of the model is full meanwhile.
 
         Raises:
             DiskFullError: there is no room for the weights twice.

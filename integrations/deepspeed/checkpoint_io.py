@@ -41,11 +41,7 @@ _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedCheckpointIO(CheckpointIO):
-    """State of an engine of ZeRO-1, 2 or 3.
-
-    Weights are the fp32 ones that the optimizer keeps, where it keeps any. A full state is collected on rank 0, one
-    parameter at a time.
-    """
+    """State of an engine of ZeRO: fp32 weights where the optimizer keeps any, full on rank 0, one at a time."""
 
     engine_name = "DeepSpeed's engine"
 

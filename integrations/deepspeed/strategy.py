@@ -80,11 +80,9 @@ _latest: weakref.ref[_PiecewiseBuilding] | None = None
 
 
 def _build_in_pieces(config: EngineConfig) -> _PiecewiseBuilding | None:
-    """Have `from_pretrained` and `from_config` partition parameters as they are made from now on, or no longer.
+    """Have `from_pretrained` and `from_config` partition parameters as they are made, or no longer.
 
-    Returns:
-        The switch, which holds as long as somebody keeps it: transformers has a weak reference. None when it is not
-        asked for, or transformers is not installed.
+    Returns the switch, which transformers holds weakly; None when it is not asked for, or transformers is missing.
     """
     global _latest
     before = None if _latest is None else _latest()

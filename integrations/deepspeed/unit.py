@@ -190,11 +190,7 @@ class DeepSpeedUnit(TrainUnit):
         )
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Keep a bound of the global gradient norm for the engine's step. It wins over the configuration's.
-
-        Returns:
-            Scalar, NaN until the step has filled it with the norm before clipping.
-        """
+        """Bound the global norm for the engine's step; return a scalar that the step fills, NaN until then."""
         if norm_type != 2.0:
             raise ConfigError(f"norm_type is {norm_type}, and DeepSpeed computes norms of type 2 only; use norm_type=2")
         if missing := len(self._trained.difference(id(p) for p in parameters)):

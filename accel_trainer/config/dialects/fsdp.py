@@ -246,10 +246,7 @@ def fsdp_keys(config: FSDPConfig) -> dict[str, Any]:
 
 
 def fsdp_options(options: str | Iterable[str]) -> dict[str, Any]:
-    """Return the options that `fsdp=` of Hugging Face's TrainingArguments stands for, by dotted path.
-
-    Args:
-        options: `"full_shard offload auto_wrap"`, or a list of such words.
+    """Return the options of transformers' `fsdp=` (`"full_shard offload auto_wrap"`, or a list) by dotted path.
 
     Raises:
         ConfigError: a word is not an option.

@@ -46,9 +46,7 @@ def deepspeed_options(args: TrainingArguments) -> dict[str, Any]:
 
 
 def start_engine(args: TrainingArguments, resolved: Resolved) -> None:
-    """Complete the configuration of an engine, if there is one, from the arguments, and start it. Collective.
-
-    Arguments at their default take the configuration's numbers.
+    """Complete an engine's configuration, if any, from the arguments and start it; defaults take its. Collective.
 
     Raises:
         ConfigError: all conflicts of the configuration with the arguments, and all else that is wrong with it.
