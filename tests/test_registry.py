@@ -85,16 +85,16 @@ def test_a_registered_strategy_loads(package: Path):
     assert "replicas" in strategy_names()
 
 
-@pytest.mark.parametrize("name", ["ddp", "auto"])
-def test_a_name_that_is_taken_is_refused(name: str):
-    with pytest.raises(ConfigError, match=rf"strategy '{name}' is already registered as .*; choose another name"):
-        register_strategy(name, "a.b:C")
-
-
-@pytest.mark.parametrize("target", ["a.b.C", "a:b:C", "", "a.b:", ":C"])
-def test_a_target_that_names_no_class_is_refused(target: str):
-    with pytest.raises(ConfigError, match=r"is not of the form 'package.module:ClassName'"):
-        register_strategy("mine", target)
+@pytest.mark.parametrize(
+    ("name", "target", "message"),
+    [
+        *((taken, "a.b:C", f"'{taken}' is already registered as .*; choose another") for taken in ("ddp", "auto")),
+        *(("mine", wrong, "is not of the form 'package.module:C") for wrong in ("a.b.C", "a:b:C", "", "a.b:", ":C")),
+    ],
+)
+def test_a_name_that_is_taken_or_a_target_that_is_no_class_is_refused(name: str, target: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        register_strategy(name, target)
 
 
 def test_a_strategy_of_an_installed_package_loads_and_replaces_none_of_ours(package: Path):

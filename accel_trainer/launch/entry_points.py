@@ -153,9 +153,6 @@ def merge_command(args: argparse.Namespace) -> None:
     export(args)
 
 
-# --- explain, env -----------------------------------------------------------------------------------------------------
-
-
 def run_explain(words: Sequence[str]) -> int:
     """Print a table of every option, its value and where it came from, and the remarks of the files that were read."""
     command = "accel-trainer explain"
@@ -248,9 +245,6 @@ def _config_lines(file: str | None) -> str:
         return f"- configuration: {redact(str(error))}"
     head = f"- configuration: {path}" if file else f"- {note}"
     return "\n".join([head, *(f"    {key}: {value}" for key, value in content.items())])
-
-
-# --- completion -------------------------------------------------------------------------------------------------------
 
 
 def run_completion(words: Sequence[str]) -> int:

@@ -156,11 +156,8 @@ def test_arguments_of_the_library_alone_are_refused_with_the_class_to_build():
         ScaledOnOurs(build_model(), args=stock)
 
 
-def test_a_trainer_named_before_that_of_the_library_is_refused():
+def test_a_class_of_ours_named_before_that_of_the_library_is_refused():
     with pytest.raises(ConfigError, match=r"log, training_step would be called in the place of its own; name it first"):
         type("Wrong", (Trainer, ScaledTrainer), {})
-
-
-def test_arguments_named_before_those_of_the_library_are_refused():
     with pytest.raises(ConfigError, match=r"adam_beta1, __post_init__ would come before its own; name it first"):
         type("Wrong", (TrainingArguments, ScaledConfig), {})

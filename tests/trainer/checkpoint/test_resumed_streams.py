@@ -127,15 +127,6 @@ def train_and_resume(output_dir: str, *, strategy: str) -> list[tuple[Any, dict[
     return found
 
 
-@pytest.mark.multirank
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_losses_and_weights_of_a_resumed_run_are_those_of_the_run_that_never_stopped(tmp_path, strategy) -> None:
-    for results in on_ranks(strategy, train_and_resume, str(tmp_path)):
-        for case, resumed, whole in results:
-            assert_same_end(resumed, whole, case)
-
-
 OTHER_LOADERS: dict[str, dict[str, Any]] = {
     "persistent workers": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
     "three workers": {"dataloader_num_workers": 3, "dataloader_prefetch_factor": 1},
@@ -236,14 +227,6 @@ def in_workers(dataset: Any, _: Any, collator: Any, workers: int) -> DataLoader:
     return shuffled(dataset, collator, num_workers=workers)
 
 
-@pytest.mark.multirank
-@pytest.mark.timeout(120)
-def test_loaders_of_the_users_own_go_on_in_the_order_of_each_rank(tmp_path: Path) -> None:
-    for results in on_ranks("ddp", train_with_own_loaders, str(tmp_path)):
-        for case, resumed, whole in results:
-            assert_same_end(resumed, whole, case)
-
-
 def train_on_a_stream(output_dir: str, *, strategy: str) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     import datasets
 
@@ -266,9 +249,17 @@ def _disturb(row: dict[str, list[int]]) -> dict[str, list[int]]:
 
 
 @pytest.mark.multirank
-@pytest.mark.timeout(120)
-def test_a_resumed_run_draws_alike_over_streams_that_ranks_share(tmp_path: Path) -> None:
-    for results in on_ranks("ddp", train_on_a_stream, str(tmp_path)):
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("run", "strategy"),
+    [
+        *((train_and_resume, strategy) for strategy in ("single", "ddp", "fsdp")),
+        (train_with_own_loaders, "ddp"),
+        (train_on_a_stream, "ddp"),
+    ],
+)
+def test_losses_and_weights_of_a_resumed_run_are_those_of_the_run_that_never_stopped(tmp_path, run, strategy) -> None:
+    for results in on_ranks(strategy, run, str(tmp_path)):
         for case, resumed, whole in results:
             assert_same_end(resumed, whole, case)
 
