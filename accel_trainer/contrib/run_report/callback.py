@@ -169,6 +169,7 @@ class RunReport(RunObserver):
                 "tokens_per_second": round(num_tokens / work, 3) if num_tokens else None,
                 "updates_per_second": round(updates / work, 4),
                 "peak_memory_bytes": list(peaks) or ([own_peak] if own_peak else []),
+                **{name: round(value, 4) for name, value in trainer.checkpoint_metrics.items()},
             },
         }
 

@@ -160,6 +160,7 @@ def _tiles(run: RecordedRun) -> str:
         ("Tokens", "tokens per second"),
         ("Peak memory", "peak memory"),
         ("Time", "time"),
+        ("Goodput", "goodput"),
         ("Updates", "updates"),
     ):
         if wanted in rows:
@@ -191,6 +192,7 @@ def _figure_rows(run: RecordedRun) -> dict[str, str]:
         put("samples per second", "train_samples_per_second", lambda value: f"{format_number(value, 3)}/s (overall)")
     if peaks := [peak for peak in figures.get("peak_memory_bytes", ()) if peak]:
         rows["peak memory"] = describe_peaks(peaks)
+    put("goodput", "goodput")
     if total := run.seconds.get("total") or figures.get("train_runtime"):
         rows["time"] = describe_seconds(total)
     if figures.get("updates") is not None:

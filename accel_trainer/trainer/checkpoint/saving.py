@@ -198,7 +198,7 @@ class SavingMethods(_Upstream):
 
     @property
     def checkpoint_metrics(self) -> dict[str, float]:
-        """Metrics of the last train(), as they are logged: of its last save, of its resume, and of the updates it lost.
+        """Metrics of the last train(), as callbacks get them: of its last save, its resume, and the updates it lost.
 
         `ckpt/stall_s` (how long training stood still), `ckpt/duration_s` (until the commit), `ckpt/bytes` (on the rank
         that commits), `resume/select_s`, `resume/verify_s`, `resume/load_s`, `resume/data_s`, `lost_steps` (updates
@@ -207,21 +207,19 @@ class SavingMethods(_Upstream):
         return dict(self.run_checkpoints.metrics.values)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; see upstream. The first log of training after a save or a resume has its metrics, too."""
-        # Callbacks and trackers see them. `state.log_history` keeps those of the last log, which has all of them; it
-        # leaves out the others: checkpoints hold it, and that of a resumed run is that of an uninterrupted one.
+        """Log; see upstream. Callbacks get the metrics of a save or a resume, too, with the first loss after it."""
+        # Neither `state.log_history` nor what train() returns has them: both are compared with those of another run
+        # (upstream's check_trainer_state_are_the_same), and checkpoints hold the history.
         metrics: dict[str, float] = {}
-        is_last = "train_runtime" in logs  # upstream adds one to others, where it counts tokens
         if "loss" in logs:
             metrics = self.run_checkpoints.metrics.take()
-        elif is_last:
+        elif "train_runtime" in logs:  # upstream adds one to others, where it counts tokens
             metrics = self.run_checkpoints.metrics.finish(self.state.global_step)
-        logs.update(metrics)
-        place = len(self.state.log_history)
-        super().log(logs, start_time)
-        if not is_last:
-            for name in metrics:
-                self.state.log_history[place].pop(name, None)
+        place, shown = len(self.state.log_history), logs | metrics
+        super().log(shown, start_time)
+        for name in metrics:
+            self.state.log_history[place].pop(name, None)
+        logs.update((name, value) for name, value in shown.items() if name not in metrics)  # the epoch, of upstream
 
     def _signals_to_note(self) -> tuple[str, ...]:
         """Return the names of the signals that the run saves and ends at; none where it saves nothing."""

@@ -182,6 +182,21 @@ def test_a_resumed_run_goes_on_with_the_curves_of_the_first(tmp_path, info_log):
     }  # fmt: skip
 
 
+def test_record_and_page_keep_what_saves_and_the_resume_cost(tmp_path):
+    build_trainer(tmp_path, save_strategy="steps", save_steps=4).train()
+    trainer = build_trainer(tmp_path, save_strategy="steps", save_steps=4, report_html=True)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    cost = {name: pytest.approx(value, abs=1e-4) for name, value in trainer.checkpoint_metrics.items()}
+    assert cost.keys() >= {"goodput", "ckpt/stall_s", "resume/load_s"}
+    page = read_run(tmp_path / "report.html")
+    assert {name: page.figures[name] for name in cost} == cost
+    assert "<dt>Goodput</dt>" in (tmp_path / "report.html").read_text()
+    # The record of update 8 was written before its save had ended, and before the end of the run.
+    figures = read_run(tmp_path / "checkpoint-8").figures
+    assert figures["resume/load_s"] == cost["resume/load_s"]
+    assert "goodput" not in figures
+
+
 def test_a_checkpoint_is_enough_for_the_page(tmp_path):
     trainer = build_trainer(tmp_path / "out", save_strategy="epoch", run_name="named", weight_decay=0.25)
     trainer.train()
