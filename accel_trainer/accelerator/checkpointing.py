@@ -319,7 +319,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             before, loader = UpdateBatch(*saved), f" from loader {index}"
             change = UpdateBatchChange.find(path, before, now, micro_batch_name=name, loader=loader)
             if change is not None:
-                change.check(self.config.on_changed_run, auto_refuses=False)
+                change.check(self.resolved, auto_refuses=False)
                 lines.append(f"{change.found}; set {change.settings} for updates of as many samples")
         options = manifest.metadata.get(_OPTIONS_KEY, {})
         # A loader goes on in the order of its saved position.

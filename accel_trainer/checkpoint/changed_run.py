@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_trainer.checkpoint.manifest import Manifest, used_versions
-from accel_trainer.config import ChangedRunAction
+from accel_trainer.config import ChangedRunAction, Resolved
 from accel_trainer.errors import IncompatibleCheckpointError
 
 # Beginnings of the names of options that change nothing of what is learnt.
@@ -82,14 +82,22 @@ class UpdateBatchChange(NamedTuple):
             before.num_readers != now.num_readers,
         )
 
-    def check(self, action: ChangedRunAction, *, auto_refuses: bool) -> None:
+    def check(self, resolved: Resolved, *, auto_refuses: bool) -> None:
         """Refuse to go on from the checkpoint, where `on_changed_run`, or its default for this change, has it so."""
+        action = resolved.config.on_changed_run
         if action is ChangedRunAction.REFUSE or action is ChangedRunAction.AUTO and auto_refuses:
             raise IncompatibleCheckpointError(
-                f"{self.found}: from here on it would be another run, which on_changed_run={str(action)!r} refuses. A "
-                f"resume goes on with as many samples in an update: set {self.settings}; or set on_changed_run='warn' "
-                "to go on with those of this run"
+                f"{how_to_go_on(resolved)}\n{self.found}: from here on it would be another run. The same "
+                f"one goes on with as many samples in an update: set {self.settings}"
             )
+
+
+def how_to_go_on(resolved: Resolved) -> str:
+    """Return the first line of a refusal: the one option that goes on, spelled as where it is set."""
+    # The default refuses a Trainer's resume alone.
+    argument = "TrainingArguments(on_changed_run=...)"
+    spelled = resolved.spell("on_changed_run", str(ChangedRunAction.WARN), argument=argument)
+    return f"{spelled} goes on with this run's options; {resolved.describe('on_changed_run')} refuses this:"
 
 
 def describe_changes(

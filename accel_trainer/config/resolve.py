@@ -60,6 +60,22 @@ class Resolved:
         text = "the DeepSpeed configuration" if path == "deepspeed" else f"{path}={show_plain(self.value(path))}"
         return f"{text} ({origin})"
 
+    def spell(self, path: str, value: str, *, argument: str) -> str:
+        """Return an option with another value, spelled as where it is set: `--on_changed_run warn`, for messages.
+
+        Args:
+            argument: that which sets it, where nothing has yet: `TrainingArguments(on_changed_run=...)`.
+        """
+        source = self.source(path)
+        match source.kind:
+            case SourceKind.FILE:
+                return f"{path}: {value} in {source.where}"
+            case SourceKind.ENVIRONMENT:
+                return f"{source.where}={value}"
+            case SourceKind.CLI:
+                return f"{source.where} {value}"
+        return (argument if source.kind is SourceKind.DEFAULT else source.where).replace("...", repr(value))
+
     def block_origins(self) -> dict[str, str]:
         """Return the origin of each key of the DeepSpeed block, for messages."""
         named = ((path, source) for path, source in self.sources.items() if path.startswith(KEY_PREFIX))

@@ -69,10 +69,11 @@ def test_r16_updates_of_other_samples_are_refused_on_request_before_anything_cha
     refused = load(tmp_path / "s", 4, 3, on_changed_run="refuse")
 
     assert re.search(
-        r"/s is of a run whose updates had 8 samples = 4 x 2 x 1 \(micro-batch x accumulation x ranks\) from loader 0, "
-        r"and this run's have 12 samples = 4 x 3 x 1 .*: from here on it would be another run, which "
-        r"on_changed_run='refuse' refuses\. A resume goes on with as many samples in an update: set "
-        r"gradient_accumulation_steps=2 \(now 3\); or set on_changed_run='warn' to go on with those of this run$",
+        r"^on_changed_run: warn in the config dict goes on with this run's options; on_changed_run=refuse "
+        r"\(from the config dict\) refuses this:\n"
+        r".*/s is of a run whose updates had 8 samples = 4 x 2 x 1 \(micro-batch x accumulation x ranks\) from "
+        r"loader 0, and this run's have 12 samples = 4 x 3 x 1 .*: from here on it would be another run\. The same "
+        r"one goes on with as many samples in an update: set gradient_accumulation_steps=2 \(now 3\)$",
         refused["error"],
     )
     assert refused["loaded"] == (False, False)
@@ -102,7 +103,7 @@ def test_r16_ranks_refuse_a_state_alike_and_name_the_setting_for_as_many_samples
 
     for result in run_ranks(load, 2, tmp_path / "s", 4, 4, on_changed_run="refuse"):
         assert "and this run's have 32 samples = 4 x 4 x 2 (micro-batch" in result["error"]
-        assert "set gradient_accumulation_steps=2 (now 4) or batch_size=2 (now 4); or" in result["error"]
+        assert "set gradient_accumulation_steps=2 (now 4) or batch_size=2 (now 4)" in result["error"]
         assert result["loaded"] == (False, False)
     for result in run_ranks(load, 2, tmp_path / "s", 4, 4):
         assert (result["error"], result["loaded"]) == ("", (True, True))

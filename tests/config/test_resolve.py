@@ -70,6 +70,22 @@ def test_levels_are_merged_option_by_option(tmp_path):
     assert not resolved.config.deepspeed
 
 
+@pytest.mark.parametrize(
+    ("given", "spelled"),
+    [
+        ({}, "Here(on_changed_run='warn')"),
+        ({"file": "train.yaml"}, "on_changed_run: warn in train.yaml:2"),
+        ({"environ": {"ACCEL_TRAINER_ON_CHANGED_RUN": "auto"}}, "ACCEL_TRAINER_ON_CHANGED_RUN=warn"),
+        ({"flags": {"on_changed_run": "auto"}}, "--on_changed_run warn"),
+        ({"explicit": {"on_changed_run": "auto"}}, "Accelerator(on_changed_run='warn')"),
+    ],
+)
+def test_an_option_is_spelled_as_where_it_is_set(tmp_path, monkeypatch, given, spelled):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.yaml").write_text("strategy: single\non_changed_run: refuse\n", encoding="utf-8")
+    assert resolve(**given).spell("on_changed_run", "warn", argument="Here(on_changed_run=...)") == spelled
+
+
 def test_describe_says_value_and_place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.yaml").write_text("mixed_precision: bf16\nfsdp:\n  wrap_classes: [A, B]\n", encoding="utf-8")

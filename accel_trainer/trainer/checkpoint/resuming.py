@@ -184,8 +184,7 @@ class ResumingMethods(SavingMethods):
 
     def _check_run(self, resumption: Resumption, micro_batch: int, *, is_searched: bool) -> None:
         """Refuse to go on as a run that means something else; see `Resumption.check_run`."""
-        action = self.accelerator.config.on_changed_run
-        resumption.check_run(self.args, self._update_batch(micro_batch), action, is_searched=is_searched)
+        resumption.check_run(self.args, self._update_batch(micro_batch), is_searched=is_searched)
 
     def _update_batch(self, micro_batch: int) -> UpdateBatch:
         """Return the samples of an update with so many in a micro-batch."""

@@ -12,7 +12,13 @@ import torch
 from transformers import TrainerControl, TrainerState, set_seed
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.changed_run import RECORD_KEY, UpdateBatch, UpdateBatchChange, describe_changes
+from accel_trainer.checkpoint.changed_run import (
+    RECORD_KEY,
+    UpdateBatch,
+    UpdateBatchChange,
+    describe_changes,
+    how_to_go_on,
+)
 from accel_trainer.checkpoint.disk import as_corrupt
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.reader import Selection
@@ -116,9 +122,7 @@ class Resumption:
         if changes is not None:
             logger.warning("%s", changes)
 
-    def check_run(
-        self, args: TrainingArguments, now: UpdateBatch, action: ChangedRunAction, *, is_searched: bool
-    ) -> None:
+    def check_run(self, args: TrainingArguments, now: UpdateBatch, *, is_searched: bool) -> None:
         """Refuse to go on as a run that means something else, where `on_changed_run` has it so. Not collective.
 
         Args:
@@ -127,8 +131,8 @@ class Resumption:
         """
         change = self._find_change(now)
         if change is not None:
-            change.check(action, auto_refuses=not change.has_other_ranks and not is_searched)
-        if action is ChangedRunAction.REFUSE and args.ignore_data_skip:
+            change.check(args.resolved, auto_refuses=not change.has_other_ranks and not is_searched)
+        if args.resolved.config.on_changed_run is ChangedRunAction.REFUSE and args.ignore_data_skip:
             self._check_seed(args)
 
     def _check_seed(self, args: TrainingArguments) -> None:
@@ -140,10 +144,9 @@ class Resumption:
         now = str(args.seed if data_seed is None else data_seed)
         if before not in (None, now):
             raise IncompatibleCheckpointError(
-                f"{self.path} is of a run whose order of samples has seed {before}, and with ignore_data_skip=True "
-                f"this one begins an epoch in the order of seed {now}, which on_changed_run='refuse' refuses. Set "
-                f"data_seed={before}; leave ignore_data_skip out, and the checkpoint's order goes on; or set "
-                "on_changed_run='warn'"
+                f"{how_to_go_on(args.resolved)}\n{self.path} is of a run whose order of samples has seed "
+                f"{before}, and with ignore_data_skip=True this one begins an epoch in the order of seed {now}. Set "
+                f"data_seed={before}; or leave ignore_data_skip out, and the checkpoint's order goes on"
             )
 
     def _find_change(self, now: UpdateBatch) -> UpdateBatchChange | None:
