@@ -15,6 +15,7 @@ import io
 import json
 import os
 import platform
+import re
 import stat
 import sys
 import threading
@@ -26,6 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
+from safetensors import SafetensorError, safe_open
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.boxes import Box
@@ -38,6 +40,7 @@ from accel_trainer.checkpoint.disk import (
     read_regular,
 )
 from accel_trainer.errors import (
+    AccelTrainerError,
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
@@ -421,9 +424,37 @@ def check_name(name: str) -> None:
 
 logger = logging.get_logger(__name__)
 
-_IF_CHANGED_ON_PURPOSE = (
-    "this one with verify='off' (an argument of load_state() and of TrainingArguments) if you changed it yourself"
-)
+WEIGHT_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+"""Names that `save_pretrained` gives to weights."""
+
+
+def read_layout(path: Path) -> dict[str, TensorEntry]:
+    """Return the tensors of a safetensors file by its header; none of one that is not complete, or is no such file."""
+    try:
+        check_regular(path)
+        with safe_open(path, framework="np") as file:  # which compares header and length, and reads no values
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+            shapes = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
+            return {
+                name: TensorEntry(slices[name].get_dtype(), shape, Box.full(shape)) for name, shape in shapes.items()
+            }
+    except (AccelTrainerError, SafetensorError, OSError):
+        return {}
+
+
+def _way_out(directory: Path, manifest: Manifest, names: Iterable[str]) -> str:
+    """Return how to load a checkpoint all the same whose files `names` are not the manifest's."""
+    way = "this one with verify='off' (an argument of load_state() and of TrainingArguments) if you changed it yourself"
+    for name in names:
+        # Damage leaves a file's layout, or no file that is complete.
+        layout = read_layout(directory / name) if WEIGHT_FILES.fullmatch(name) else {}
+        if layout and layout != manifest.tensors.get(name):
+            way += (
+                f". {name} is a complete file of weights, saved anew: `accel-trainer ckpt adopt "
+                f"{directory.absolute()}` makes it the checkpoint's own"
+            )
+            break
+    return way
 
 
 def list_files(directory: Path) -> list[str]:
@@ -440,7 +471,8 @@ def refuse_extra_files(directory: Path, manifest: Manifest) -> None:
     if extra:
         raise CorruptCheckpointError(
             f"{directory.absolute()} holds {', '.join(map(repr, extra[:5]))}, which its manifest does not name: "
-            f"something was added after the save. Move it out of the checkpoint, or {_IF_CHANGED_ON_PURPOSE}"
+            f"something was added after the save. Move it out of the checkpoint, or "
+            f"{_way_out(directory, manifest, extra)}"
         )
 
 
@@ -483,7 +515,7 @@ def check_files(directory: Path, manifest: Manifest, names: Iterable[str], mode:
         if mode != "off" and found_bytes != num_bytes:
             raise CorruptCheckpointError(
                 f"{path.absolute()} has {found_bytes} bytes, and {num_bytes} were written; it was cut or "
-                f"changed after the save. Load another checkpoint, or {_IF_CHANGED_ON_PURPOSE}"
+                f"changed after the save. Load another checkpoint, or {_way_out(directory, manifest, [name])}"
             )
     if mode == "full":
         tasks = [
@@ -496,7 +528,8 @@ def check_files(directory: Path, manifest: Manifest, names: Iterable[str], mode:
             own = [next(digests) for _ in range(num_blocks(entry.num_bytes))]
             found = make_entry(entry.num_bytes, own)
             if found != entry:
-                raise CorruptCheckpointError(_describe_change(directory / name, entry, found))
+                way_out = _way_out(directory, manifest, [name])
+                raise CorruptCheckpointError(f"{_describe_change(directory / name, entry, found)}, or {way_out}")
 
 
 def _describe_change(path: Path, expected: FileEntry, found: FileEntry) -> str:
@@ -507,5 +540,5 @@ def _describe_change(path: Path, expected: FileEntry, found: FileEntry) -> str:
         where = f" (first in the {BLOCK_BYTES >> 20} MiB at byte {changed[0] * BLOCK_BYTES:,})" if changed else ""
     return (
         f"{path.absolute()} was changed after the save{where}: its {CHECKSUM} is {found.checksum}, and "
-        f"{expected.checksum} was written. Load another checkpoint, or {_IF_CHANGED_ON_PURPOSE}"
+        f"{expected.checksum} was written. Load another checkpoint"
     )

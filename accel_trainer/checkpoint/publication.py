@@ -38,6 +38,7 @@ from accel_trainer.checkpoint.manifest import (
     check_name,
     hash_file,
     list_files,
+    read_layout,
     used_versions,
 )
 from accel_trainer.checkpoint.safetensors_file import (
@@ -183,6 +184,8 @@ class StagedDirectory(os.PathLike[str]):
             check_name(name)
             fsync_path(path)
             self.files[name] = hash_file(path)
+            if layout := read_layout(path) if path.suffix == ".safetensors" else None:
+                self.tensors[name] = layout
 
     def _claim(self, name: str) -> None:
         check_name(name)
@@ -425,6 +428,7 @@ class Publication:
         for name in sorted(present - files.keys()):
             staged.adopt(name)
             files[name] = staged.files[name]
+        tensors |= staged.tensors
         staged.sync_directories()
         manifest = Manifest(
             world_size=self.process.world_size,

@@ -1,4 +1,4 @@
-"""`accel-trainer ckpt` and `merge-weights`: list, verify, prune and export checkpoints. Only exports import torch."""
+"""`accel-trainer ckpt` and `merge-weights`: list, verify, prune, adopt and export. The last two import torch."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def run_ckpt(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     if arguments.command == "export":
         return export(arguments)
+    if arguments.command == "adopt":
+        return _adopt(arguments.directory, takes_values=arguments.values)
     if not arguments.directory.is_dir():
         raise CheckpointNotFoundError(f"{arguments.directory.absolute()} is no directory; give one with checkpoints")
     if arguments.command == "list":
@@ -49,6 +51,12 @@ def ckpt_parser() -> argparse.ArgumentParser:
     pruning.add_argument("--keep", type=int, required=True, metavar="N", help="how many stay, at least 1")
     for command in (listing, verifying, pruning):
         command.add_argument("directory", type=Path, help="of checkpoints, or one checkpoint")
+    adopting = commands.add_parser(
+        "adopt", help="take weights that were saved anew in a checkpoint for its own", allow_abbrev=False
+    )
+    adopting.add_argument("directory", type=Path, metavar="PATH", help="a checkpoint-N of a Trainer")
+    text = "also where the values alone are others: damage looks like that, too"
+    adopting.add_argument("--values", action="store_true", help=text)
     exporting = commands.add_parser(
         "export", help="write a checkpoint's weights, or all of it, for others", allow_abbrev=False
     )
@@ -125,6 +133,14 @@ def _flaw(path: Path, mode: str) -> str | None:
     except (AccelTrainerError, OSError) as error:
         return str(error)
     return None
+
+
+def _adopt(path: Path, *, takes_values: bool) -> int:
+    from accel_trainer.checkpoint.adoption import adopt_weights
+
+    changed = adopt_weights(path, takes_values=takes_values)
+    print(f"{path.name}: {', '.join(changed) or 'nothing'} adopted")
+    return 0
 
 
 def _list(directory: Path) -> int:

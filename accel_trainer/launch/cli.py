@@ -53,7 +53,9 @@ COMMANDS = {
         "rewrite a file of accelerate for FSDP1 as one of accelerate for FSDP2",
     ),
     "ckpt": Command(
-        "launch.checkpoints:run_ckpt", "launch.checkpoints:ckpt_parser", "list, verify, prune and export checkpoints"
+        "launch.checkpoints:run_ckpt",
+        "launch.checkpoints:ckpt_parser",
+        "list, verify, prune, adopt and export checkpoints",
     ),
     "merge-weights": Command(
         "launch.checkpoints:run_merge_weights",

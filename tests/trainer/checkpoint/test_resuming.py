@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import TrainerCallback
 
 from accel_trainer.checkpoint import disk
+from accel_trainer.checkpoint.adoption import adopt_weights
 from accel_trainer.errors import (
     CheckpointLockedError,
     CheckpointNotFoundError,
@@ -466,6 +467,24 @@ def test_a_checkpoint_whose_weights_were_resharded_loads_once_it_is_not_to_be_ve
     ]
     assert alone[0] == alone[1]
     assert f"{path}, as named; written by 2 process(es), read by 1, not verified" in info_log.text
+
+
+def test_weights_that_were_saved_anew_are_adopted_and_resumed_from(tmp_path: Path) -> None:
+    build_trainer(tmp_path / "run", **{**KILLED, "save_total_limit": None}).train()
+    original = tmp_path / "run" / "checkpoint-4"
+    path = shutil.copytree(original, tmp_path / "anew" / "checkpoint-4")
+    transformers.AutoModelForCausalLM.from_pretrained(path).save_pretrained(path, max_shard_size="20KB")
+    (path / "model.safetensors").unlink()  # the one file, which `save_pretrained` leaves there
+    with pytest.raises(CorruptCheckpointError, match=rf"saved anew: `accel-trainer ckpt adopt {path}` makes it"):
+        resume_from(str(path), str(tmp_path / "again"), "single")
+
+    assert adopt_weights(path)
+
+    losses = [resume_from(str(each), str(tmp_path / "again"), "single")["losses"] for each in (original, path)]
+    assert losses[0] == losses[1]
+    flip(next(path.glob("model-00001-of-*.safetensors")))
+    with pytest.raises(CorruptCheckpointError, match=r"model-00001-of-\d+.safetensors was changed after the save"):
+        resume_from(str(path), str(tmp_path / "again"), "single")
 
 
 def test_a_changed_file_is_refused_by_a_message_that_names_the_argument(tmp_path: Path) -> None:
