@@ -31,13 +31,12 @@ class Meeting:
 
     A loop does at each position::
 
-        meeting.passed = position  # or meeting.call(position), to have a meeting here or as soon as all can be there
-        if meeting.is_called and meeting.is_at(position):
+        if meeting.meets(position, calls=...):
             ...  # a collective: all ranks are here
             meeting.adjourn(position)
 
     Attributes:
-        passed: the last position that this rank has passed; set by the loop, in this order.
+        passed: the last position that this rank has passed.
         is_called: whether this rank knows of a call. At a position that was called by this rank it is true.
     """
 
@@ -59,6 +58,21 @@ class Meeting:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._answer_calls, name="rank-meeting", daemon=True)
         self._thread.start()
+
+    def meets(self, position: int, *, calls: bool) -> bool:
+        """Pass the next position, unless the ranks meet there; see `is_at` for the errors.
+
+        Args:
+            calls: this rank wants a meeting, here or as soon as all can be there.
+        """
+        if calls:
+            self.call(position)
+        else:
+            self.passed = position  # before `is_called` is read: the thread reads them in the other order
+        if self.is_called and self.is_at(position):
+            return True
+        self.passed = position
+        return False
 
     def call(self, position: int) -> None:
         """Call a meeting at a position, which this rank has not passed, or at a later one. Returns at once."""

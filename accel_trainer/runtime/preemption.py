@@ -181,19 +181,12 @@ class StopPoint:
         """Whether to stop here; from then on always. Every rank asks equally often: collective once one is to stop."""
         if self.has_stopped:
             return True
-        meeting = self._meeting
-        if meeting is None:
-            self.has_stopped = self._signals.is_answered = self._signals.is_requested
-            return self.has_stopped
         self._position += 1
-        if self._signals.is_requested:
-            meeting.call(self._position)
-        else:
-            meeting.passed = self._position
-        # Never adjourned: there is one meeting, at the end.
-        self.has_stopped = self._signals.is_answered = meeting.is_called and meeting.is_at(self._position)
-        meeting.passed = self._position
-        return self.has_stopped
+        stops = self._signals.is_requested
+        if self._meeting is not None:  # never adjourned: there is one, at the end
+            stops = self._meeting.meets(self._position, calls=stops)
+        self.has_stopped = self._signals.is_answered = stops
+        return stops
 
     def find_no_time(self, save_seconds: float) -> str:
         """Return why a save at the stop comes too late; empty before it. See `StopSignals`; collective after it."""

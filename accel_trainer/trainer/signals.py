@@ -137,7 +137,9 @@ class Decisions:
 
     def _meet(self, own: int, expected: int = 0, can: int = 0) -> int:
         """Return the flags that all ranks act on at this boundary; what else they have become due later."""
-        if not self._meets(own, expected):
+        self._position += 1
+        calls = own != expected or self._signals.is_requested and not self.is_preempted
+        if not self._meeting.meets(self._position, calls=calls):
             self._wishes |= own & ~expected
             return expected
         owns, wishes, _ = self._gather(own)
@@ -156,21 +158,6 @@ class Decisions:
         pending = wishes | self._due
         self._due = pending & ~can
         _write(control, _union(owns) | pending & can, _ALL)
-
-    def _meets(self, own: int, expected: int) -> bool:
-        """Pass the next position, unless the ranks meet there."""
-        self._position = position = self._position + 1
-        meeting = self._meeting
-        if own != expected or self._signals.is_requested and not self.is_preempted:
-            meeting.call(position)
-        else:
-            meeting.passed = position
-            if not meeting.is_called:
-                return False
-        if meeting.is_at(position):
-            return True
-        meeting.passed = position
-        return False
 
     def _gather(self, own: int) -> tuple[list[int], int, bool]:
         """Return the flags of each rank, the wishes of all, and whether they have been called. Collective."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -330,6 +331,14 @@ def test_ragged_dimensions_are_filled_or_come_as_samples() -> None:
         assert result["empty"] == (0, 2)
 
 
+REDUCE_PLACE = next(
+    f"test_collectives.py:{number}"
+    for number, line in enumerate(Path(__file__).read_text(encoding="utf-8").splitlines(), start=1)
+    if line.startswith('        "operator": lambda: collectives.reduce(')
+)
+"""Of the call that a message below names."""
+
+
 def disagree(kind: str) -> str:
     process = join()
     rank = process.rank
@@ -360,8 +369,8 @@ def disagree(kind: str) -> str:
             "do not agree on leaf 1 of gather: rank 0 has float32 (2, 3), rank 1 has float32 (2, 4). Nothing was sent",
         ),
         ("dtype", "leaf 0 of broadcast: rank 0 has float32 (2,), rank 1 has int64 (2,)"),
-        ("operator", "the operation: rank 0 calls reduce(max) in update 0, <lambda> (test_collectives.py:341); rank 1"),
-        ("operator", "rank 1 calls reduce(sum) in update 0, <lambda> (test_collectives.py:341). Nothing was sent"),
+        ("operator", f"the operation: rank 0 calls reduce(max) in update 0, <lambda> ({REDUCE_PLACE}); rank 1"),
+        ("operator", f"rank 1 calls reduce(sum) in update 0, <lambda> ({REDUCE_PLACE}). Nothing was sent"),
         ("number", "leaf 1 of gather: rank 0 nothing, rank 1 has float32 (1,)"),
         ("padding", "leaf 1 of pad_across_processes: rank 0 nothing, rank 1 has float32 with 1 dimension(s)"),
         ("shape", "pass pad_index= or as_samples=True where they may differ"),

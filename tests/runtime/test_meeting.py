@@ -37,11 +37,7 @@ def walk(num_positions: int, called: dict[int, list[int]], in_step: bool, seed: 
         if in_step:
             collectives.all_gather_integers([position], process)()
         time.sleep(pace.choice((0.0, 0.001, 0.01)))
-        if position in called.get(process.rank, ()):
-            one.call(position)
-        else:
-            one.passed = position
-        if one.is_called and one.is_at(position):
+        if one.meets(position, calls=position in called.get(process.rank, ())):
             places = collectives.all_gather_integers([position], process)()
             assert places == [[position]] * process.world_size
             met.append(position)
