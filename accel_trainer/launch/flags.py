@@ -273,9 +273,26 @@ def read_flags(argv: Sequence[str], command: str) -> tuple[list[tuple[Flag, Any,
         flag, value, used = _read_flag(argv, position, command)
         given.append((flag, value, argv[position].partition("=")[0], argv[position : position + used]))
         position += used
-    if position < len(argv) and argv[position] == "--":
-        position += 1
-    return given, tuple(argv[position:])
+    rest = tuple(argv[position:])
+    if rest[:1] == ("--",):
+        return given, rest[1:]
+    if given and rest:
+        _check_word_behind_switch(given, rest[0])
+    return given, rest
+
+
+def _check_word_behind_switch(given: Sequence[tuple[Flag, Any, str, Sequence[str]]], word: str) -> None:
+    """Refuse a value that is neither true nor false; a word that may be a script's or a module's name is none."""
+    flag, value, written, _ = given[-1]
+    takes_value = value is True and flag.path is not None and flag.preset is None
+    if not takes_value or any(other.name in ("module", "no_python") for other, *_ in given):
+        return
+    # With --slurm the script may be on another machine, and no file here.
+    if not os.path.exists(word) and not word.endswith(".py") and os.sep not in word:
+        raise ConfigError(
+            f"{written} is {word!r}; expected true or false, or a script behind it, and there is no file {word!r}; "
+            "for a module, add -m"
+        )
 
 
 def parse_options(argv: Sequence[str], command: str) -> Options:

@@ -134,6 +134,9 @@ _UNKNOWN = "unknown option '{}' of accel-trainer launch; did you mean '--{}'"
     ("words", "message"),
     [
         ("--debug=maybe", "--debug is 'maybe'; expected true or false"),
+        ("--debug maybe train.py", "--debug is 'maybe'; expected true or false, or a script behind it, and there is"),
+        ("--fsdp_reshard_after_forward maybe train.py", "--fsdp_reshard_after_forward is 'maybe'; expected true or"),
+        ("--zero3_init_flag maybe train.py", "--zero3_init_flag is 'maybe'; expected true or false"),
         ("--mixed_presision 2 train.py", _UNKNOWN.format("--mixed_presision", "mixed_precision")),
         ("--num-proces 2 train.py", _UNKNOWN.format("--num-proces", "num_processes")),
         ("--fsdp_wrap_clases 2 train.py", _UNKNOWN.format("--fsdp_wrap_clases", "fsdp_wrap_classes")),
