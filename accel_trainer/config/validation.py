@@ -115,6 +115,17 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
 }
 
+_MOST_RANKS, _MOST = 1_000_000, 2**31 - 1
+_BEYOND_INT32 = ("data.data_seed", "fsdp.min_num_params")
+
+
+def _most(path: str) -> int:
+    """Return the largest count that an option may be: a typing error beyond, where a job would start that many."""
+    # Jobs of the field have 100,000 ranks at most; torch counts ranks in 32 bits, and seeds in 64.
+    if path.startswith("launch.") or path.endswith("_size"):
+        return _MOST_RANKS
+    return 2**63 - 1 if path in _BEYOND_INT32 else _MOST
+
 
 def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | None = None) -> Any:
     """Return a value in the option's type and range; `lenient` takes text, and `text` is the scalar as it stood."""
@@ -133,10 +144,16 @@ def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | No
         result = _mapping(value, lenient)
     if spec.path == "compile.backend" and result.isupper():
         result = result.lower()  # as accelerate writes these names
-    check, expected = _RANGES.get(spec.path, (None, ""))
-    if check is not None and not check(result):
-        raise WrongValueError(expected)
+    _check_range(spec.path, result)
     return result
+
+
+def _check_range(path: str, value: Any) -> None:
+    check, expected = _RANGES.get(path, (None, ""))
+    if check is not None and not check(value):
+        raise WrongValueError(expected)
+    if type(value) is int and value > _most(path):
+        raise WrongValueError(f"a whole number of at most {_most(path)}")
 
 
 def _unquoted_hint(value: Any, text: str | None) -> str:

@@ -66,6 +66,15 @@ OWN = {
         "accumulation: {num_steps: 0}\n",
         "accumulation.num_steps at train.yaml:1 is 0; expected a whole number of at least 1",
     ),
+    "too many": (
+        "launch: {num_processes: 99999999999999999999999999}\n",
+        "launch.num_processes at train.yaml:1 is 99999999999999999999999999; expected a whole number of at most "
+        "1000000",
+    ),
+    "too many steps": (
+        "accumulation: {num_steps: 2147483648}\n",
+        "accumulation.num_steps at train.yaml:1 is 2147483648; expected a whole number of at most 2147483647",
+    ),
     "float": (
         "timeout_seconds: soon\n",
         "timeout_seconds at train.yaml:1 is 'soon'; expected a number",

@@ -18,7 +18,7 @@ from accel_trainer.errors import ConfigError
 
 TEXTS = st.text(min_size=1, max_size=10) | st.sampled_from(["no", "1e5", "010", "~", "null", "0,1", "{", "a: b", "# c"])
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.]{0,8}", fullmatch=True)
-POSITIVE = st.integers(1, 10**9)
+POSITIVE = st.integers(1, 999_999)
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.floats(-1, 1) | TEXTS,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXTS, inner, max_size=2),
