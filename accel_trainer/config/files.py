@@ -43,6 +43,8 @@ class FileConfig:
     """Remarks that a run should log once."""
     content: Mapping[str, Any]
     """Plain Python values under the keys as written."""
+    fsdp1: str = ""
+    """As of a `Layer`."""
 
 
 def read_file(source: ConfigSource) -> FileConfig:
@@ -62,7 +64,7 @@ def read_file(source: ConfigSource) -> FileConfig:
         # In the order of the file: by the first line that each one names.
         problems = sorted(layer.problems, key=lambda text: int(found[1]) if (found := line.search(text)) else 0)
         raise FileProblemsError(problems, document.name)
-    return FileConfig(document.path, dialect, layer.settings, tuple(layer.notes), document.root.plain())
+    return FileConfig(document.path, dialect, layer.settings, tuple(layer.notes), document.root.plain(), layer.fsdp1)
 
 
 def _translate(document: Document) -> tuple[Dialect, Layer]:

@@ -54,6 +54,8 @@ class Layer:
     settings: dict[str, Setting] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    fsdp1: str = ""
+    """The place that asks for FSDP1 by its number, which runs with FSDP2; empty where none does."""
     _subjects: dict[str, str] = field(default_factory=dict)
 
     def put(self, path: str, entry: Entry, value: Any = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from accel_trainer.config.schema import ParallelConfig, RunConfig, get_value
 from accel_trainer.errors import ConfigError
@@ -15,6 +15,8 @@ NOT_OFFERED = {"pp_size": "there are no pipelines; set it to 1, and shard with d
 """Sizes of axes that are not here, each with what to do."""
 _SIZES = (*AXES, "ep")
 """All sizes; experts are distributed along a part of dp_shard x sp, or x cp."""
+SIZE_PATHS = tuple(f"parallel.{axis}_size" for axis in _SIZES)
+"""The options that they are."""
 _AXES_OF: Mapping[str, tuple[str, ...]] = {
     "auto": ("dp_replicate",),
     "single": ("dp_replicate",),
@@ -52,13 +54,21 @@ class AxisSizes(NamedTuple):
 
 def size_for_shards(config: RunConfig) -> str | None:
     """Return the path of a size that replicas of the model do not have, where one was asked for."""
-    paths = (f"parallel.{axis}_size" for axis in _SIZES if axis != "dp_replicate")
-    return next((path for path in paths if (get_value(config, path) or 1) > 1), None)
+    return next((path for path in SIZE_PATHS[1:] if (get_value(config, path) or 1) > 1), None)
 
 
 def given_plan(config: RunConfig) -> dict[str, str]:
     """Return the style of each module that `parallel.tp_plan` names."""
     return {name: style for name, is_given, style in (e.partition("=") for e in config.parallel.tp_plan) if is_given}
+
+
+def fsdp1_problems(fsdp1: str, sizes: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with sizes of axes, by how messages name them, beside `fsdp1` (see `Layer`)."""
+    # What is written for FSDP1 runs with FSDP2, but a mesh says that its writer meant one of the two.
+    given = [name for name, size in sizes.items() if fsdp1 and size not in (None, 1, "1")]
+    if not given:
+        return []
+    return [f"{fsdp1} is 1, and {', '.join(given)}: FSDP1 has no axes of a mesh; make it 2, or leave the sizes out"]
 
 
 def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:

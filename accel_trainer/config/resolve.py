@@ -14,7 +14,7 @@ from accel_trainer.config.dialects.environment import read_environment_layers, r
 from accel_trainer.config.document import Entry
 from accel_trainer.config.files import FileConfig, read_file
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
-from accel_trainer.config.parallel import size_for_shards
+from accel_trainer.config.parallel import SIZE_PATHS, fsdp1_problems, size_for_shards
 from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key
 from accel_trainer.config.validation import cross_problems, show_plain, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
@@ -160,11 +160,17 @@ def resolve(
     config = _choose_by_sizes(build_config({path: setting.value for path, setting in settings.items()}), settings)
     resolved = Resolved(config, _sources_of(settings))
     problems.extend(cross_problems(resolved.config, resolved.describe))
+    problems.extend(_problems_of_fsdp1(layers, resolved))
     if problems:
         raise ConfigError(problem_report(problems, "the configuration"))
     notes = [note for layer in layers for note in layer.notes]
     notes += unused_notes(resolved.config, settings.keys(), resolved.describe)
     return dataclasses.replace(resolved, notes=tuple(notes))
+
+
+def _problems_of_fsdp1(layers: Sequence[Layer], resolved: Resolved) -> list[str]:
+    sizes = {resolved.describe(path): get_value(resolved.config, path) for path in SIZE_PATHS}
+    return [problem for layer in layers for problem in fsdp1_problems(layer.fsdp1, sizes)]
 
 
 def _sources_of(settings: Mapping[str, Setting]) -> dict[str, Source]:
@@ -207,7 +213,7 @@ def _file_layer(file: ConfigSource | FileConfig | None) -> Layer:
         content = file if isinstance(file, FileConfig) else read_file(file)
     except FileProblemsError as error:
         return Layer(SourceKind.FILE, problems=list(error.problems))
-    return Layer(SourceKind.FILE, settings=dict(content.settings), notes=list(content.notes))
+    return Layer(SourceKind.FILE, settings=dict(content.settings), notes=list(content.notes), fsdp1=content.fsdp1)
 
 
 def _file_layers(file: ConfigSource | FileConfig | None, launch_file: ConfigSource | FileConfig | None) -> list[Layer]:

@@ -26,6 +26,7 @@ from accel_trainer.config.dialects.accelerate import (
 )
 from accel_trainer.config.document import Entry
 from accel_trainer.config.layer import Layer, SourceKind
+from accel_trainer.config.parallel import SIZE_PATHS, fsdp1_problems
 from accel_trainer.config.validation import BOOLEAN_WORDS, WrongValueError, coerce
 from accel_trainer.errors import ConfigError, did_you_mean
 
@@ -313,6 +314,12 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
             _apply(options, flag, value, written)
     layer = _fsdp_layer(entries)
     put_parallelism(sizes, layer)
+    _take(options, layer)
+    return options
+
+
+def _take(options: Options, layer: Layer) -> None:
+    """Put what is in the spelling of accelerate among the options."""
     if layer.problems:
         raise ConfigError("; ".join(layer.problems))
     for path, setting in layer.settings.items():
@@ -320,8 +327,10 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
             del options.flags[path]  # of --use_fsdp, which NO_SHARD says more of
         options.flags.setdefault(path, schema.thaw(setting.value))
         _note_spelling(options, path, setting.source.where)
+    sizes = {options.spelled.get(path, flag_name(path)): options.flags.get(path) for path in SIZE_PATHS}
+    if problems := fsdp1_problems(layer.fsdp1, sizes):
+        raise ConfigError("; ".join(problems))
     options.notes = tuple(layer.notes)
-    return options
 
 
 def _read_flag(argv: Sequence[str], position: int, command: str) -> tuple[Flag, Any, int]:

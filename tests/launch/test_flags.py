@@ -149,6 +149,11 @@ _UNKNOWN = "unknown option '{}' of accel-trainer launch; did you mean '--{}'"
             "--fsdp_auto_wrap_policy LAYERS",
             "--fsdp_auto_wrap_policy is 'LAYERS'; expected one of TRANSFORMER_BASED_WRAP",
         ),
+        (
+            "--use_fsdp --fsdp_version 1 --parallel_tp_size 2",
+            "--fsdp_version is 1, and --parallel_tp_size: FSDP1 has no",
+        ),
+        ("--fsdp_version 1 --parallelism_config_tp_size 2", "--fsdp_version is 1, and --parallelism_config_tp_size"),
         ("--fsdp_state_dict_type SHARDS", "--fsdp_state_dict_type is 'SHARDS'; expected one of"),
     ],
 )

@@ -177,6 +177,7 @@ def _version(entry: Entry | None, layer: Layer, default: int) -> int:
     if entry is None:
         return default
     if str(entry.value).strip() in ("1", "2"):
+        layer.fsdp1 = entry.subject if str(entry.value).strip() == "1" else ""
         return int(entry.value)
     layer.wrong(entry, "2 (FSDP2), or 1 to have a file for FSDP1 mapped")
     return default

@@ -89,6 +89,19 @@ def test_the_file_of_the_fine_tuning_job_means_fsdp_in_bf16_on_two_ranks(tmp_pat
     )
 
 
+def test_fsdp1_and_axes_of_a_mesh_are_refused_and_a_size_of_1_asks_for_none():
+    file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}}
+    message = (
+        r"fsdp_config.fsdp_version .*is 1, and parallel.dp_shard_size=2 \(from .*\): FSDP1 has no axes .* make it 2"
+    )
+
+    with pytest.raises(ConfigError, match=message):
+        resolve(file={**file, "parallelism_config": {"parallelism_config_dp_shard_size": 2}})
+    with pytest.raises(ConfigError, match=message):
+        resolve(file=file, explicit={"parallel.dp_shard_size": 2})
+    resolve(file={**file, "parallelism_config": {"parallelism_config_dp_shard_size": 1}})
+
+
 def test_a_file_for_fsdp2_needs_no_note():
     block = {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_state_dict_type": "FULL_STATE_DICT"}
 
