@@ -143,14 +143,14 @@ def resolve(
     def explicit_source(path: str) -> str:
         return f"{explicit_name}({explicit_keywords.get(path) or explicit_objects.get(path, path)}=...)"
 
-    launch_file, launch_flags, spelled = read_launch_variable(environ, problems)
-    spelled |= flags_spelled or {}
+    launched = read_launch_variable(environ, problems)
+    spelled = {**launched.spelled, **(flags_spelled or {})}
     layers = [
-        *_file_layers(file, launch_file),
+        *_file_layers(file, launched.config_file),
         *([] if surroundings is None else [surroundings]),
-        *read_environment_layers(environ),
+        *read_environment_layers(environ, launched.exported),
         _named_layer(
-            {**launch_flags, **(flags or {})}, SourceKind.CLI, lambda path: spelled.get(path) or flag_name(path)
+            {**launched.flags, **(flags or {})}, SourceKind.CLI, lambda path: spelled.get(path) or flag_name(path)
         ),
         _named_layer(
             explicit or {}, SourceKind.PYTHON, explicit_source, explicit_objects.keys() - explicit_keywords.keys()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 
 from accel_trainer.config import LaunchConfig, Resolved, Source, SourceKind, read_file, resolve
-from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
+from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE, PRECISION_VARIABLE
 from accel_trainer.config.parallel import axis_sizes, check_fewest
 from accel_trainer.config.validation import UNUSED_UNDER, show_plain
 from accel_trainer.errors import MISSING_TORCHAO, ConfigError
@@ -392,7 +392,7 @@ def worker_environment(
         for name, value in environ.items()
         if name not in _RANK_VARIABLES and not name.startswith("TORCHELASTIC_")
     }
-    variables[LAUNCH_VARIABLE] = launch_text
+    variables |= _decisions(environ, resolved, launch_text)
     if resolved.config.strategy == "deepspeed" and resolved.config.use_cpu:
         # DeepSpeed takes the accelerator that it finds, whatever the job runs on.
         variables["DS_ACCELERATOR"] = "cpu"
@@ -407,6 +407,15 @@ def worker_environment(
     if grace is not None:
         variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace)))
     return _interface_variables(launch, interface) | variables
+
+
+def _decisions(environ: Mapping[str, str], resolved: Resolved, launch_text: str) -> dict[str, str]:
+    """Return what this package reads, and the precision for scripts that look for it where accelerate has it."""
+    precision = str(resolved.config.mixed_precision)
+    if not resolved.is_set("mixed_precision") or environ.get(PRECISION_VARIABLE) == precision:
+        return {LAUNCH_VARIABLE: launch_text}
+    exported = {PRECISION_VARIABLE: precision}
+    return {**exported, LAUNCH_VARIABLE: json.dumps({**json.loads(launch_text), "exported": exported})}
 
 
 def _interface_variables(launch: LaunchConfig, interface: str | None) -> dict[str, str]:

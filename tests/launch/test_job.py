@@ -142,6 +142,38 @@ def test_the_workers_come_to_the_same_configuration(
     assert seen.source("mixed_precision").where.endswith("run.yaml:1")
 
 
+@pytest.mark.parametrize(
+    ("words", "environ", "seen", "origin"),
+    [
+        ("--mixed_precision bf16", {}, "bf16", "--mixed_precision"),
+        ("--mixed_precision bf16", {"ACCELERATE_MIXED_PRECISION": "fp16"}, "bf16", "--mixed_precision"),
+        ("--mixed_precision no", {}, "no", "--mixed_precision"),
+        ("--config_file run.yaml", {}, "fp16", "run.yaml:1"),
+        ("", {"ACCEL_TRAINER_MIXED_PRECISION": "bf16"}, "bf16", "ACCEL_TRAINER_MIXED_PRECISION"),
+        ("", {"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16", "ACCELERATE_MIXED_PRECISION"),
+        ("", {}, None, "default"),
+    ],
+)
+def test_scripts_find_the_precision_of_the_launch_in_accelerates_variable(
+    tmp_path: Path,
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    environ: dict[str, str],
+    seen: str,
+    origin: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("mixed_precision: fp16\n")
+    Path("script.yaml").write_text("mixed_precision: fp8\n")
+    environment = plan(tmp_path, "--cpu", *words.split(), script, **environ).environment
+    assert environment.get("ACCELERATE_MIXED_PRECISION") == seen
+    # The variable is for others: whom we obey, and in which order, is as before.
+    assert resolve(environ=environment).source("mixed_precision").where.endswith(origin)
+    is_weaker = origin in ("run.yaml:1", "default")
+    assert resolve(environ=environment, file="script.yaml").config.mixed_precision == ("fp8" if is_weaker else seen)
+
+
 def test_environment_stands_between_flag_and_file(tmp_path: Path, script: str) -> None:
     (tmp_path / "run.yaml").write_text("mixed_precision: bf16\ndebug: true\nuse_cpu: true\n")
     environ = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCEL_TRAINER_DEBUG": "false"}

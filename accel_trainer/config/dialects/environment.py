@@ -6,7 +6,8 @@ import base64
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from accel_trainer.config.deepspeed_block import CONFIG_FILE, FIELDS, KEY_PREFIX, put_block
 from accel_trainer.config.dialects.accelerate import DYNAMO, FP8, PARALLEL_COMM, PARALLEL_SIZES, put_parallelism
@@ -20,6 +21,8 @@ from accel_trainer.logging import LEVEL_VARIABLE
 
 PREFIX = "ACCEL_TRAINER_"
 LAUNCH_VARIABLE = "ACCEL_TRAINER_LAUNCH"
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
+"""The one of accelerate's that our launcher writes, too: scripts read it."""
 
 RESERVED_VARIABLES = {
     LAUNCH_VARIABLE: "the configuration file and the flags of `accel-trainer launch`, as JSON",
@@ -28,7 +31,7 @@ RESERVED_VARIABLES = {
 """Variables with our prefix that are not options of the tree."""
 
 _DIRECT = {
-    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    PRECISION_VARIABLE: "mixed_precision",
     "ACCELERATE_USE_CPU": "use_cpu",
     "ACCELERATE_DEBUG_MODE": "debug",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "accumulation.num_steps",
@@ -50,9 +53,25 @@ def variable_name(path: str) -> str:
     return PREFIX + path.upper().replace(".", "__")
 
 
-def read_environment_layers(environ: Mapping[str, str]) -> tuple[Layer, Layer]:
-    """Return the options that accelerate's variables set, and above them ours; empty variables count as not set."""
-    given = {name: value for name, value in environ.items() if value.strip()}
+class Launched(NamedTuple):
+    """What our launcher says to its workers."""
+
+    config_file: str | None = None
+    flags: Mapping[str, Any] = MappingProxyType({})
+    """By dotted path."""
+    spelled: Mapping[str, str] = MappingProxyType({})
+    """Flags as they were written, by dotted path."""
+    exported: Mapping[str, str] = MappingProxyType({})
+    """Variables that it wrote for scripts; to us its file and its flags say it, each in its own place of precedence."""
+
+
+def read_environment_layers(environ: Mapping[str, str], exported: Mapping[str, str]) -> tuple[Layer, Layer]:
+    """Return the options that accelerate's variables set, and above them ours; empty variables count as not set.
+
+    Args:
+        exported: variables that say nothing to us, as of `Launched`, unless the script has changed them.
+    """
+    given = {name: value for name, value in environ.items() if value.strip() and value != exported.get(name)}
     return _read_accelerate(given), _read_own(given)
 
 
@@ -102,7 +121,7 @@ def _read_accelerate(given: Mapping[str, str]) -> Layer:
 
 
 def _read_fp8(given: Mapping[str, str], layer: Layer) -> None:
-    if given.get("ACCELERATE_MIXED_PRECISION", "").strip().lower() == "fp8":
+    if given.get(PRECISION_VARIABLE, "").strip().lower() == "fp8":
         for name in _FP8.keys() & given.keys():
             layer.put(_FP8[name], _variable(name, given[name]))
 
@@ -172,13 +191,11 @@ def _read_parallelism(given: Mapping[str, str], layer: Layer) -> None:
     put_parallelism(sizes, layer)
 
 
-def read_launch_variable(
-    environ: Mapping[str, str], problems: list[str]
-) -> tuple[str | None, dict[str, Any], dict[str, str]]:
-    """Return our launcher's configuration file, its flags by dotted path, and the flags as they were spelled."""
+def read_launch_variable(environ: Mapping[str, str], problems: list[str]) -> Launched:
+    """Return what our launcher was given; problems are added to `problems`."""
     text = environ.get(LAUNCH_VARIABLE, "")
     if not text.strip():
-        return None, {}, {}
+        return Launched()
     try:
         # In base64 where it had to pass a remote shell; that alphabet writes no object and no list.
         is_encoded = re.fullmatch(r"[\w-]{4,}=*", text) is not None
@@ -187,14 +204,13 @@ def read_launch_variable(
         problems.append(
             f"environment variable {LAUNCH_VARIABLE} is not valid JSON: {error}; `accel-trainer launch` sets it"
         )
-        return None, {}, {}
-    content = {"config_file": None, "flags": {}, "spelled": {}, **content} if isinstance(content, dict) else {}
-    file, flags, spelled = content.get("config_file"), content.get("flags"), content.get("spelled")
-    is_known = isinstance(file, str | None) and len(content) == 3
-    if not is_known or not isinstance(flags, dict) or not isinstance(spelled, dict):
+        return Launched()
+    is_known = isinstance(content, dict) and content.keys() <= set(Launched._fields)
+    launched = Launched(**content) if is_known else Launched()
+    if not is_known or not isinstance(launched[0], str | None) or not all(isinstance(x, Mapping) for x in launched[1:]):
         problems.append(
             f"environment variable {LAUNCH_VARIABLE} is {show(text)}; expected a JSON object with 'config_file' and "
             "'flags', as `accel-trainer launch` sets it"
         )
-        return None, {}, {}
-    return file, flags, spelled
+        return Launched()
+    return launched
