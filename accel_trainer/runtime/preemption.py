@@ -50,6 +50,17 @@ _listening: list[StopSignals] = []
 
 
 @atexit.register
+def _keep_exit_code() -> None:
+    """Ignore signals that a loop has stopped for, in what is left of the process."""
+    # Python gives handlers of its own back to the system when it ends, and torch's libraries take a while longer:
+    # a signal that came then killed the rank with -15 in the place of 85. What is ignored stays ignored.
+    for number in signal.valid_signals():
+        stopped = getattr(signal.getsignal(number), "__self__", None)
+        if isinstance(stopped, StopSignals) and stopped._is_over:
+            signal.signal(number, signal.SIG_IGN)
+
+
+@atexit.register
 def _end_workers() -> None:
     """End loaders' workers that are left."""
     # Python's own end would wait for them, and one may be stuck in a lock. multiprocessing, imported above, has put its

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -148,6 +150,29 @@ def test_a_script_that_catches_the_end_is_interrupted_as_ever_afterwards(
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+LATE = """
+import os
+import signal
+
+from accel_trainer import Accelerator
+
+
+class Late:
+    def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGTERM):
+        kill(process, number)
+
+late = Late()  # of the module, which ends when Python has taken its handlers back
+accelerator = Accelerator(cpu=True)
+with accelerator.preemptible():
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert accelerator.should_stop
+"""
+
+
+def test_a_second_signal_in_the_last_moments_of_the_process_leaves_the_exit_code_85() -> None:
+    assert subprocess.run([sys.executable, "-c", LATE], timeout=120).returncode == 85
 
 
 def test_a_save_that_does_not_fit_into_what_is_left_of_the_grace_is_left_out(
