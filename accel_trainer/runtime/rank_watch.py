@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
@@ -66,6 +66,8 @@ _POLL_SECONDS_PER_RANK = 0.001
 _BEAT_SECONDS = 2.0
 # A thread that has not answered after so many has no turn: its process is stopped or holds the interpreter's lock.
 _POLLS_PER_ANSWER = 6
+# The same of one that has not answered the last roll either: it had the time since, and an answer takes one poll.
+_POLLS_PER_SECOND_ANSWER = 2
 # Of a wait for a rank whose process ends in an error. Connections to it mostly break at once, and the rank then raises
 # in its script, which can catch the error; after this time its process is ended.
 _STUCK_SECONDS = 5.0
@@ -165,6 +167,7 @@ class RankWatch:
         self._found: _Failure | None = None
         self._num_answered = 0
         self._next_report_seconds = 0.0  # of being idle; 0 before the first report
+        self._asked_seconds = 0.0  # that the last report has taken
         # Whether this rank's place has been written since its last progress, and when.
         self._is_heard, self._heard_at = False, 0.0
         self._is_over = threading.Event()
@@ -386,7 +389,10 @@ class RankWatch:
 
     def _look_at_progress(self, now: float) -> None:
         pace = self.pace
-        if pace.look(now, tuple(begun_collectives().values()), 2 * self._poll_seconds):
+        # What this thread has waited for answers counts: a rank that is stopped was ended at twice the limit of 5 s.
+        longest = 2 * self._poll_seconds + min(self._asked_seconds, _POLLS_PER_ANSWER * self._poll_seconds)
+        self._asked_seconds = 0.0
+        if pace.look(now, tuple(begun_collectives().values()), longest):
             self._next_report_seconds, self._is_heard = 0.0, False
         if not self._is_heard and now >= self._heard_at + _BEAT_SECONDS:
             self._is_heard, self._heard_at = True, now
@@ -395,6 +401,7 @@ class RankWatch:
         first = min(pace.first_report_seconds, self.timeout_seconds / 2)
         if idle >= (self._next_report_seconds or first):
             self._next_report_seconds = self._report_hang(idle)
+            self._asked_seconds = time.monotonic() - now
         if idle >= _STUCK_SECONDS and not self.is_muted:
             self._leave_if_stuck(idle)
 
@@ -431,13 +438,13 @@ class RankWatch:
         # The ranks that wait find so at about the same time: one table is enough.
         if self._store.compare_set(self._key("reporter", called), "", mine).decode() != mine:
             return 2 * seconds
-        answers = self._call_roll()
+        answers = self._call_roll(before := self._silent_ranks())
         report = self._report(answers)
         if not report:
             return 2 * seconds
         limit = max(state.limit_seconds for state in answers if state is not None)
         # A rank may hold the interpreter's lock for once: only one that is silent for a second time is taken for hung.
-        are_new = self._note_silent(answers)
+        are_new = not self._note_silent(answers) <= before
         if seconds >= limit and not are_new and _are_still(answers, limit / 2) and not self.is_muted:
             text = f"no progress for {seconds:.0f} s, the limit there is {limit:g} s"
             # In this order: the threads look for the end when they answer a call.
@@ -447,12 +454,14 @@ class RankWatch:
         logger.warning("no progress for %.0f s. %s", seconds, report, main_process_only=False)
         return limit if seconds < limit else seconds + 1 if are_new else 2 * seconds
 
-    def _note_silent(self, answers: list[RankState | None]) -> bool:
-        """Note the ranks that do not answer; return whether some did the last time."""
-        key, silent = self._key("silent"), {rank for rank, state in enumerate(answers) if state is None}
-        before = set(json.loads(self._read(key) or "[]"))
-        self._store.set(key, json.dumps(sorted(silent)))
-        return not silent <= before
+    def _silent_ranks(self) -> set[int]:
+        """Return the ranks that have not answered the last roll of a report."""
+        return set(json.loads(self._read(self._key("silent")) or "[]"))
+
+    def _note_silent(self, answers: list[RankState | None]) -> set[int]:
+        silent = {rank for rank, state in enumerate(answers) if state is None}
+        self._store.set(self._key("silent"), json.dumps(sorted(silent)))
+        return silent
 
     def _end_hung(self, text: str) -> None:
         self._end(describe_thread(self._loop_thread), HangError, text, HangError.exit_code)
@@ -496,12 +505,19 @@ class RankWatch:
 
     # --- the roll --------------------------------------------------------------------------------------------------
 
-    def _call_roll(self) -> list[RankState | None]:
-        """Return where every rank is; None for one that does not answer. From any thread."""
+    def _call_roll(self, silent: Set[int] = frozenset()) -> list[RankState | None]:
+        """Return where every rank is; None for one that does not answer, as `silent` ones did not before.
+
+        From any thread.
+        """
         number = self._store.add(self._key("calls"), 1)
         keys = [self._key("answer", number, rank) for rank in range(self._world_size)]
-        deadline = time.monotonic() + _POLLS_PER_ANSWER * self._poll_seconds
-        while not self._store.check(keys) and time.monotonic() < deadline:
+        expected = [key for rank, key in enumerate(keys) if rank not in silent]
+        begin = time.monotonic()
+        while not self._store.check(keys):
+            polls = (time.monotonic() - begin) / self._poll_seconds
+            if polls > _POLLS_PER_ANSWER or polls > _POLLS_PER_SECOND_ANSWER and self._store.check(expected):
+                break
             if threading.current_thread() is self._thread:
                 # A whole roll of a killed rank takes 3 s, by which its survivors would end later.
                 if self._is_over.is_set():

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +143,32 @@ def test_r10_ranks_that_do_not_move_end_the_job_at_the_limit_of_their_section(tm
     for rank, each in zip((0, 3), printed, strict=True):
         assert re.search(rf"rank {rank} is here:\n  File (.*\n)*.*{hung}", each)
         assert f"Rank {rank} ends with exit code 75" in each
+
+
+def stop_one(directory: str) -> None:
+    """Stop rank 1, and note when rank 0 has been ended; with the library's own looks at each other, twice a second."""
+    exit_process = os._exit
+    accelerator = Accelerator(config={"use_cpu": True, "hang": dict.fromkeys(("step_seconds", "user_seconds"), 5.0)})
+    PROGRESS.updates += 1  # beyond the first, which may take longer
+    accelerator.wait_for_everyone()
+    begin = time.monotonic()
+
+    def note_time(code: int) -> None:
+        Path(directory, "seconds").write_text(str(time.monotonic() - begin))
+        exit_process(code)
+
+    os._exit = note_time  # type: ignore[assignment]
+    if not accelerator.is_main_process:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    accelerator.wait_for_everyone()
+
+
+def test_a_rank_that_is_stopped_ends_the_job_soon_after_the_limit(tmp_path):
+    with pytest.raises(RankFailure, match="exit code 75"):
+        run_ranks(stop_one, 2, str(tmp_path), timeout=60, grace_seconds=1.0)
+
+    # The limit, at most a look before and one behind each of two rolls, and the time that the second one takes.
+    assert 5.0 <= float((tmp_path / "seconds").read_text()) < 9.0
 
 
 def hanging_unread(directory: str) -> None:
