@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.file_baton import FileBaton
-
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.runtime.availability import is_deepspeed_available
@@ -167,13 +165,20 @@ def watch_locks() -> Iterator[None]:
     Raises:
         ConfigError: no process of this machine holds the lock, and it is an hour old.
     """
-    # torch.utils.cpp_extension makes a file `lock` in the folder of an op, compiles, and removes it. A process that is
-    # killed meanwhile leaves it there, and torch makes every later one wait for it for ever, without a word.
-    wait, FileBaton.wait = FileBaton.wait, _wait  # type: ignore[assignment, method-assign]
+    from torch.utils import cpp_extension
+
+    # torch makes a file `lock` in the folder of an op, compiles, and removes it. A process that is killed meanwhile
+    # leaves it there, and torch makes every later one wait for it for ever, without a word. Not from 2.14 on: there the
+    # kernel holds the lock, and lets go of it with the process (pytorch/pytorch#189245).
+    baton: Any = getattr(cpp_extension, "FileBaton", None)
+    if baton is None:
+        yield
+        return
+    wait, baton.wait = baton.wait, _wait
     try:
         yield
     finally:
-        FileBaton.wait = wait  # type: ignore[method-assign]
+        baton.wait = wait
 
 
 def _wait(baton: Any) -> None:

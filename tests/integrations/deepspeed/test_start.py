@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.file_baton import FileBaton
+from torch.utils import cpp_extension
 
 pytest.importorskip("deepspeed")
 
@@ -172,6 +172,10 @@ def test_one_process_is_launched_for_a_script_that_chooses_the_engine(tmp_path: 
 
 # --- the lock that a killed compiler left: which one, how old, whose, and what to delete -----------------------------
 
+is_left_behind = pytest.mark.skipif(
+    not hasattr(cpp_extension, "FileBaton"), reason="a lock of the kernel's, which goes with its process: torch 2.14"
+)
+
 
 def plant(folder: Path, age_seconds: float) -> Path:
     lock = folder / "lock"
@@ -185,6 +189,7 @@ def start(patience_seconds: float) -> Any:
     return accelerator(2).num_processes
 
 
+@is_left_behind
 def test_a_run_ends_that_would_wait_for_ever(tmp_path: Path):
     built = Path(os.environ["TORCH_EXTENSIONS_DIR"], "deepspeed_shm_comm")
     folder = tmp_path / built.name
@@ -215,19 +220,21 @@ def remove_after_a_word(lock: Path, caplog: pytest.LogCaptureFixture) -> threadi
     return thread
 
 
+@is_left_behind
 def test_a_young_lock_of_nobody_is_named_once_and_waited_for(
     tmp_path: Path, short_patience: None, caplog: pytest.LogCaptureFixture
 ):
     lock = plant(tmp_path, age_seconds=30)
     remover = remove_after_a_word(lock, caplog)
     with watch_locks():
-        FileBaton(str(lock)).wait()
+        cpp_extension.FileBaton(str(lock)).wait()
     remover.join()
     (line,) = [record.getMessage() for record in caplog.records]
     assert str(lock) in line
     assert re.search(r"is 3\d s old.*delete the folder", line)
 
 
+@is_left_behind
 def test_the_process_that_compiles_is_named_and_waited_for_at_any_age(
     tmp_path: Path, short_patience: None, caplog: pytest.LogCaptureFixture
 ):
@@ -240,7 +247,7 @@ def test_the_process_that_compiles_is_named_and_waited_for_at_any_age(
         holder.stdout.readline()
         remover = remove_after_a_word(lock, caplog)
         with watch_locks():
-            FileBaton(str(lock)).wait()
+            cpp_extension.FileBaton(str(lock)).wait()
         remover.join()
         holder.communicate("\n")
     assert f"process {holder.pid} ({sys.executable}" in caplog.text
@@ -252,10 +259,11 @@ def test_nothing_is_said_where_nothing_is_locked(short_patience: None, caplog: p
     assert not caplog.records
 
 
+@is_left_behind
 def test_an_old_lock_of_nobody_is_an_error_that_says_what_to_delete(tmp_path: Path, short_patience: None):
     lock = plant(tmp_path, age_seconds=7200)
     with (
         pytest.raises(ConfigError, match=rf"delete the folder {re.escape(str(tmp_path))} and start again"),
         watch_locks(),
     ):
-        FileBaton(str(lock)).wait()
+        cpp_extension.FileBaton(str(lock)).wait()
