@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -219,17 +218,24 @@ def explain_full_disk(path: Path, need_bytes: int | None = None) -> Iterator[Non
         if error.errno not in _FULL:
             raise
         free = _free_bytes(path if path.is_dir() else path.parent)
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         reasons = {
             errno.ENOSPC: "its disk is full",
             errno.EDQUOT: "the quota is used up",
-            errno.EFBIG: f"it exceeds the limit on the size of a file ({_describe(limit)}; see `ulimit -f`)",
+            errno.EFBIG: f"it exceeds the limit on the size of a file ({_file_size_limit()})",
         }
         need = "" if need_bytes is None else f"{_describe(need_bytes)} were needed, and "
         raise DiskFullError(
             f"{path.absolute()} could not be written: {reasons[error.errno]}. {need}{_describe(free)} are free. "
             "Earlier checkpoints are untouched; make room and save again"
         ) from error
+
+
+def _file_size_limit() -> str:
+    try:
+        import resource
+    except ImportError:  # not Unix
+        return "the file system's"
+    return f"{_describe(resource.getrlimit(resource.RLIMIT_FSIZE)[0])}; see `ulimit -f`"
 
 
 def fsync_path(path: Path) -> None:

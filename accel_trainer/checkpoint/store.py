@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import fcntl
+import errno
 import glob
 import json
 import os
@@ -157,7 +157,7 @@ def _claim(path: Path, descriptor: int, *, may_wait: bool) -> bool:
     owner = _owner(descriptor)
     has_locks = True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(path, descriptor)
     except BlockingIOError:
         if not owner and may_wait:  # locked and not yet signed, or just released
             time.sleep(0.01)
@@ -180,6 +180,20 @@ def _claim(path: Path, descriptor: int, *, may_wait: bool) -> bool:
         _take_over(path, descriptor, owner, has_locks)
     _sign(descriptor)
     return True
+
+
+def _flock(path: Path, descriptor: int) -> None:
+    try:
+        import fcntl
+    except ImportError as error:  # not Unix
+        logger.warning_once(
+            "this system has no flock (fcntl): a second run that saves to %s is told by the signature in the "
+            "lock of the first, and a lock whose owner is gone is taken over as on a network disk, after up to %.0f s",
+            path.parent,
+            STALE_SECONDS,
+        )
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path)) from error
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _take_over(path: Path, descriptor: int, owner: dict[str, Any], has_locks: bool) -> None:

@@ -6,8 +6,8 @@ import functools
 import gc
 import inspect
 import itertools
+import mmap
 import os
-import resource
 import sys
 import threading
 import weakref
@@ -71,8 +71,11 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def available_host_bytes() -> int:
-    """Return the bytes of host memory that this process could take now without swapping; a container's bound counts."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Return the bytes of host memory that this process could take now without swapping; a container's bound counts.
+
+    Without `/proc` (macOS), all memory of the machine; `sys.maxsize`, so no bound, where the system tells none.
+    """
+    available = mmap.PAGESIZE * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else sys.maxsize
     with suppress(OSError, ValueError):
         fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
@@ -98,15 +101,19 @@ def memory_in_use(device: torch.device) -> int | None:
             return torch.accelerator.memory_allocated(device)
         return None
     with suppress(OSError):  # Linux has it
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     return None
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most that `memory_in_use` has been, since the process began or somebody reset the count."""
+    """Return the most that `memory_in_use` has been, since the process began or somebody reset the count, or None."""
     if device.type != "cpu":
         with suppress(RuntimeError):
             return torch.accelerator.max_memory_allocated(device)
+        return None
+    try:
+        import resource
+    except ImportError:  # not Unix
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # KiB on Linux
