@@ -25,12 +25,15 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import dataloader
 
+from accel_trainer import logging
 from accel_trainer.errors import AccelTrainerError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
-SEEN_IN = ("2.11.0", "2.13.0")
+logger = logging.get_logger(__name__)
+
+SEEN_IN = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 """Releases of torch in which all of them were found."""
 
 # gloo raises plain RuntimeErrors, whose texts alone tell a peer that is gone from one that does not come. Without these
@@ -147,6 +150,20 @@ def _need(owner: Any, path: str) -> Any:
         raise _gone(path) from error
 
 
+def _find(owner: Any, path: str) -> Any:
+    """Return the attribute of `owner` that `path` ends with; None without it, which is said once for each name."""
+    found = getattr(owner, path.rpartition(".")[2], None)
+    if found is None:
+        _say_missing(path)
+    return found
+
+
+@cache
+def _say_missing(path: str) -> None:
+    consequence = PRIVATE_NAMES[path]
+    logger.warning("torch %s has no %s; the run goes on without: %s", torch.__version__, path, consequence)
+
+
 def _bind(module: str, name: str) -> Callable[..., Any]:
     """Return a function of torch; on a release without it, one that raises when it is called."""
     try:
@@ -230,7 +247,7 @@ def clear_forward_hooks(module: nn.Module) -> None:
 
 def keeps_iterator(loader: dataloader.DataLoader[Any]) -> bool:
     """Whether a loader holds an iterator over its dataset other than that of its persistent workers."""
-    made_by_loaders = getattr(dataloader, "_BaseDataLoaderIter", ())
+    made_by_loaders = _find(dataloader, "torch.utils.data.dataloader._BaseDataLoaderIter") or ()
     return any(isinstance(value, made_by_loaders) for name, value in vars(loader).items() if name != "_iterator")
 
 
@@ -301,7 +318,7 @@ def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
     """Return this rank's shard `local` as a DTensor with mesh, placements, shape and strides of `tensor`."""
     # As FSDP2 makes its parameters: `from_local` derives the same layout anew, in ten times the time. Of a load of
     # 419 MiB in 111 shards that was a tenth.
-    spec = getattr(tensor, "_spec", None)
+    spec = _find(tensor, "torch.distributed.tensor.DTensor._spec")
     if spec is not None:
         return type(tensor)(local, spec, requires_grad=False)
     return type(tensor).from_local(
@@ -312,7 +329,7 @@ def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
 def exposed_exchange_seconds(replicas: nn.parallel.DistributedDataParallel) -> float | None:
     """Return the mean time from the last gradient to the end of the exchange; None where DDP has measured none yet."""
     # DDP takes the times of its first ten exchanges and of every hundredth one after them, whoever asks.
-    read = getattr(replicas, "_get_ddp_logging_data", None)
+    read = _find(replicas, "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data")
     times = {} if read is None else read()
     exchange = times.get("avg_backward_comm_time", 0)  # nanoseconds
     return max(exchange - times["avg_backward_compute_comm_overlap_time"], 0) / 1e9 if exchange else None
@@ -321,7 +338,7 @@ def exposed_exchange_seconds(replicas: nn.parallel.DistributedDataParallel) -> f
 def abandon_exchange(replicas: nn.parallel.DistributedDataParallel) -> None:
     """Let a DDP wrapper wait for no more gradients of a backward that an error has ended, or kept from beginning."""
     # While somebody holds it, a traceback for instance, it takes those of the next wrapper's backward for its own.
-    reset = getattr(replicas.reducer, "_reset_state", None)
+    reset = _find(replicas.reducer, "torch.distributed.Reducer._reset_state")
     if reset is not None:
         reset()
 
@@ -503,7 +520,7 @@ def begun_collectives() -> dict[str, int]:
     """Return the number of collectives that this rank has begun, by the name of the group. Callable from any thread."""
     counts: dict[str, int] = {}
     for group in joined_groups():
-        read = getattr(group, "_get_sequence_number_for_group", None)
+        read = _find(group, "torch.distributed.ProcessGroup._get_sequence_number_for_group")
         with suppress(RuntimeError):  # a backend that does not count
             counts[str(group.group_name)] = read() if read is not None else 0
     return counts
@@ -511,7 +528,8 @@ def begun_collectives() -> dict[str, int]:
 
 def last_collective() -> str:
     """Return the last collective in torch's flight recorder, in words; empty where the backend records none."""
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+    module = sys.modules.get("torch._C._distributed_c10d")
+    dump = None if module is None else _find(module, "torch._C._distributed_c10d._dump_fr_trace_json")
     entries = [] if dump is None else json.loads(dump() or b"{}").get("entries", [])
     if not entries:
         return ""

@@ -131,6 +131,21 @@ def test_a_scaler_without_the_notes_of_a_step_is_refused() -> None:
         torch_private.check_scaler(scaler)
 
 
+def test_a_name_that_a_run_does_without_is_named_once_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(torch.utils.data.dataloader, "_BaseDataLoaderIter")
+    torch_private._say_missing.cache_clear()
+
+    assert [torch_private.keeps_iterator(DataLoader([1])) for _ in range(2)] == [False, False]
+
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        f"torch {torch.__version__} has no torch.utils.data.dataloader._BaseDataLoaderIter; the run goes on without: "
+        "a loader that keeps an iterator of the dataset is not refused"
+    )
+
+
 def test_a_dtensor_without_its_spec_is_laid_out_anew() -> None:
     class Renamed:
         device_mesh, placements, shape = "mesh", ("shard",), (4, 2)
