@@ -40,7 +40,8 @@ class AcceleratorGathering(AcceleratorSettings):
                 not fit together and neither is given.
         """
         rows = self.gradient_state.rows_over(self.readers.world_size)
-        is_uneven = rows is not None and (not rows.is_even or self.gradient_state.loaders[-1].yields_items)
+        loader = self.gradient_state.active_dataloader
+        is_uneven = rows is not None and (not rows.is_even or (loader is not None and loader.yields_items))
         if is_uneven and pad_index is None and not as_samples:
             # A value that a rank computed from its batch has as many rows as that batch.
             return gather_unknown_rows(tensor, self.process)

@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from enum import Enum
 from operator import attrgetter
@@ -422,6 +422,30 @@ class AcceleratorState(PartialState):
         take_plugin(name)
 
 
+@dataclass(slots=True, eq=False)
+class _OpenPass:
+    """A pass over a prepared loader that has begun and has not ended, with the micro-batches trained meanwhile."""
+
+    loader: PreparedDataLoader
+    num_taken: int = 0
+    """Batches that it had given when the last micro-batch began."""
+    num_in_step: int = 0
+    """Micro-batches for which it has given one batch each; -1 once it has given another number for one."""
+    is_aside: bool = False
+    """Whether a micro-batch was another loader's, until this one gives its next batch."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it has given a batch since the last micro-batch began."""
+        return self.loader.num_given != self.num_taken
+
+    def take(self) -> None:
+        """Count a micro-batch."""
+        num_given = self.loader.num_given
+        is_one = self.num_in_step >= 0 and num_given == self.num_taken + 1
+        self.num_taken, self.num_in_step = num_given, self.num_in_step + 1 if is_one else -1
+
+
 class GradientState:
     """The step that an Accelerator is in: whether gradients are exchanged, and the position of its loaders.
 
@@ -451,8 +475,7 @@ class GradientState:
         self.sync_with_dataloader = sync_with_dataloader
         """Whether the last batch of a loader ends a window."""
         self.sync_gradients = True
-        self.loaders: list[PreparedDataLoader] = []
-        """Prepared loaders that are being iterated, the innermost last."""
+        self._passes: list[_OpenPass] = []
 
     @staticmethod
     def _reset_state() -> None:
@@ -460,24 +483,37 @@ class GradientState:
         GradientState._shared_state = {}
 
     @property
+    def loaders(self) -> list[PreparedDataLoader]:
+        """Prepared loaders that are being iterated, the active one last: the innermost, or that of a micro-batch."""
+        if any(each.is_aside for each in self._passes):
+            resumed = [each for each in self._passes if each.is_aside and each.has_moved]
+            for each in resumed:
+                each.is_aside = False
+                self._passes.remove(each)
+            self._passes += resumed
+        return [each.loader for each in self._passes]
+
+    @property
     def dataloader_references(self) -> list[PreparedDataLoader | None]:
-        """None and the loaders that are being iterated, the innermost last."""
+        """None and the loaders that are being iterated, the active one last."""
         return [None, *self.loaders]
 
     @property
     def active_dataloader(self) -> PreparedDataLoader | None:
-        """The innermost prepared loader that is being iterated; None outside of loops."""
-        return self.loaders[-1] if self.loaders else None
+        """The last of `loaders`; None outside of loops."""
+        loaders = self.loaders
+        return loaders[-1] if loaders else None
 
     @property
     def in_dataloader(self) -> bool:
         """Whether a prepared loader is being iterated."""
-        return bool(self.loaders)
+        return bool(self._passes)
 
     @property
     def rows(self) -> BatchRows | None:
         """Rows of every rank in the active loader's current step; None outside of loops."""
-        return self.loaders[-1].rows if self.loaders else None
+        loader = self.active_dataloader
+        return None if loader is None else loader.rows
 
     def rows_over(self, num_ranks: int) -> BatchRows | None:
         """Return the rows of the current step where the active loader is sharded over `num_ranks`, else None."""
@@ -492,22 +528,47 @@ class GradientState:
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the active loader's current batch is its last."""
-        return self.in_dataloader and self.loaders[-1].end_of_dataloader
+        loader = self.active_dataloader
+        return loader is not None and loader.end_of_dataloader
 
     @property
     def remainder(self) -> int:
         """Valid rows of the active loader's last global batch when it holds padding; -1 when it holds none."""
-        return self.loaders[-1].remainder if self.loaders else -1
+        loader = self.active_dataloader
+        return -1 if loader is None else loader.remainder
+
+    def begin_micro_batch(self) -> list[PreparedDataLoader]:
+        """Note that a micro-batch begins, and return the loaders whose end is that of its window.
+
+        That is the innermost one, and one around it that has given one batch for each micro-batch: a loop within it
+        would have taken several, so a pass within it may have been left by `break`, which ends it only where nobody
+        holds its iterator. One that has given nothing since the last micro-batch has been left, and is active no more.
+        """
+        loaders = self.loaders[-1:]
+        if not loaders:
+            return loaders
+        innermost, has_moved = self._passes[-1], self._passes[-1].has_moved
+        for each in self._passes:
+            each.take()
+        outer = next((each for each in self._passes if each.num_in_step > 1), innermost)
+        if outer is innermost or innermost.num_in_step > 1:
+            return loaders
+        if has_moved:
+            return [outer.loader, *loaders]
+        self._passes.remove(outer)
+        self._passes.append(outer)
+        innermost.is_aside, outer.is_aside = True, False
+        return [outer.loader]
 
     def begin(self, loader: PreparedDataLoader) -> None:
         """A loader's iteration begins."""
-        self.loaders.append(loader)
+        self._passes.append(_OpenPass(loader))
 
     def end(self, loader: PreparedDataLoader) -> None:
         """A loader's iteration ends, by exhaustion or because its loop was left."""
-        for position in range(len(self.loaders) - 1, -1, -1):
-            if self.loaders[position] is loader:  # the innermost pass: a loader may be iterated within itself
-                del self.loaders[position]
+        for position in range(len(self._passes) - 1, -1, -1):
+            if self._passes[position].loader is loader:  # the innermost pass: a loader may be iterated within itself
+                del self._passes[position]
                 return
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:

@@ -104,14 +104,14 @@ class AcceleratorStepping(AcceleratorSettings):
 
     @contextmanager
     def _micro_batch(self, units: list[PreparedUnit]) -> Iterator[None]:
-        loader = self.gradient_state.active_dataloader
+        loaders = self.gradient_state.begin_micro_batch()
         for prepared in units:
             window = prepared.window
             if window.num_steps == 1:
                 window.advance(None, False)  # however many batches the loader still has
             else:
-                ends_data = loader is not None and loader.end_of_dataloader
-                window.advance(None if loader is None else loader.remaining, ends_data)
+                left = [loader.remaining for loader in loaders if loader.remaining is not None]
+                window.advance(min(left, default=None), any(loader.end_of_dataloader for loader in loaders))
                 prepared.unit.set_gradient_sync(window.exchanges_gradients)
             prepared.took_backward = False
             prepared.corrected = prepared.tokens is None and window.held == window.divisor

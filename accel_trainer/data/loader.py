@@ -215,6 +215,11 @@ class PreparedDataLoader(DataLoader[Any]):
         return sum(rows.rows) if rows is not None and rows.is_last and rows.padded else -1
 
     @property
+    def num_given(self) -> int:
+        """Batches that the current pass has yielded; 0 outside of one."""
+        return self._passes[-1].num_yielded if self._passes else 0
+
+    @property
     def remaining(self) -> int | None:
         """Steps left of the current pass, the one yielded last included; None where the length is not known."""
         current = self._passes[-1] if self._passes else None

@@ -359,3 +359,79 @@ def test_a_rank_without_samples_counts_no_tokens(strategy: str):
     samples = samples_of_lengths()
     expected = one_big_batch([torch.cat(samples[begin : begin + 2]) for begin in (0, 2, 4)], clip=False)[-1]
     torch.testing.assert_close(run_ranks(uneven, 2, strategy)[0], expected["weights"], atol=1e-6, rtol=1e-6)
+
+
+def hold_in_each(inner: DataLoader[Any], held: list[Any]) -> None:
+    held[:] = [iter(inner)]
+    for _ in held[0]:
+        break
+
+
+def hold_once(inner: DataLoader[Any], held: list[Any]) -> None:
+    if not held:
+        hold_in_each(inner, held)
+
+
+def leave(inner: DataLoader[Any], held: list[Any]) -> None:
+    next(iter(inner))
+
+
+def sync_with_inner(take: str) -> tuple[list[bool], list[float]]:
+    """Train 3 steps of 2, of which the last is short, with another loader in the loop; return what each step was."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    size = 2 * accelerator.num_processes
+    model = nn.Linear(1, 1)
+    outer, inner = DataLoader(range(3 * size - 1), batch_size=2), DataLoader(range(4 * size), batch_size=2)
+    model, outer, inner = accelerator.prepare(model, outer, inner)
+    held: list[Any] = []
+    syncs, weights = [], []
+    for _ in outer:
+        globals()[take](inner, held)
+        with accelerator.accumulate(model):
+            syncs.append(accelerator.sync_gradients)
+            weights.append(accelerator.gradient_state.loss_weight(accelerator.readers))
+    return syncs, weights
+
+
+@pytest.mark.parametrize("take", ["hold_in_each", "hold_once", "leave"])
+def test_an_inner_loader_that_was_left_leaves_the_outer_ones_last_batch_the_last(take: str):
+    assert sync_with_inner(take) == ([False, True, True], [1.0] * 3)
+    for rank, (syncs, weights) in enumerate(run_ranks(sync_with_inner, 2, take)):
+        assert syncs == [False, True, True]
+        # A loss may be that of the batch drawn last.
+        assert weights[2] == (1.0 if take == "hold_in_each" else pytest.approx([4 / 3, 2 / 3][rank]))
+
+
+def test_loops_over_an_inner_loader_end_windows_where_it_ends():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, outer, inner = accelerator.prepare(nn.Linear(1, 1), DataLoader(range(2)), DataLoader(range(3)))
+    syncs = []
+    for _ in outer:
+        for _ in inner:
+            with accelerator.accumulate(model):
+                syncs.append(accelerator.sync_gradients)
+    assert syncs == [False, True, True] * 2
+
+    active = []
+    for _ in zip(outer, inner, strict=False):  # the one that leads begins last
+        with accelerator.accumulate(model):
+            active.append(accelerator.gradient_state.active_dataloader)
+    assert active == [inner] * 2
+
+
+def test_a_loader_that_was_left_is_active_again_with_its_next_batch():
+    accelerator = Accelerator(cpu=True)
+    model, outer, inner = accelerator.prepare(nn.Linear(1, 1), DataLoader(range(3)), DataLoader(range(3)))
+    evaluated = iter(inner)
+    active = []
+    for index, _ in enumerate(outer):
+        if index == 0:
+            next(evaluated)
+        with accelerator.accumulate(model):
+            active.append(accelerator.gradient_state.active_dataloader)
+        if index == 1:
+            assert accelerator.gradient_state.active_dataloader is outer
+            next(evaluated)
+            active.append(accelerator.gradient_state.active_dataloader)
+    assert active == [inner, outer, inner, inner]
+    assert accelerator.gradient_state.dataloader_references == [None, inner]
