@@ -585,7 +585,7 @@ class GradientState:
 
 def share_process(state: PartialState, *, keep: bool = False) -> None:
     """Have an imported accelerate's `PartialState()` show this process; states of another device go unless `keep`."""
-    module = sys.modules.get("accelerate.state")
+    module = _imported_states()
     if module is None:
         return
     shown, described = module.PartialState._shared_state, _describe_process(module, state)
@@ -600,7 +600,7 @@ def share_process(state: PartialState, *, keep: bool = False) -> None:
 
 def share_accelerator(state: AcceleratorState) -> None:
     """Have `accelerate.AcceleratorState()` show the settings of an Accelerator, and of the process it runs in."""
-    module = sys.modules.get("accelerate.state")
+    module = _imported_states()
     if module is None:
         return
     process = _describe_process(module, state)
@@ -615,6 +615,13 @@ def share_accelerator(state: AcceleratorState) -> None:
     for shown, content in ((module.PartialState, process), (module.AcceleratorState, process | settings)):
         shown._shared_state.clear()
         shown._shared_state.update(content)
+
+
+def _imported_states() -> Any:
+    """Return accelerate's module of states; None where it is not imported, or where its name stands for ours."""
+    module = sys.modules.get("accelerate.state")
+    # Where `accelerate` means this package, what is written would take the place of our own attributes.
+    return None if getattr(module, "PartialState", PartialState) is PartialState else module
 
 
 def _describe_process(module: Any, state: PartialState) -> dict[str, Any]:
