@@ -5,6 +5,8 @@ Run by run.py through the launcher.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from timing import Row, interleave, ratio_row
@@ -26,29 +28,35 @@ def rows(rounds: int) -> list[Row]:
     logits, labels = torch.randn(BATCH_SIZE, NUM_CLASSES), torch.arange(BATCH_SIZE)
     size = accelerator.num_processes
 
-    def bare() -> None:
-        dist.barrier()
-        for _ in range(STEPS):
-            all_gather(logits.new_empty(size * BATCH_SIZE, NUM_CLASSES), logits)
-            all_gather(labels.new_empty(size * BATCH_SIZE), labels)
+    def all_gather_bare(*tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            all_gather(tensor.new_empty(size * BATCH_SIZE, *tensor.shape[1:]), tensor)
 
-    def ours() -> None:
-        dist.barrier()
-        for _ in range(STEPS):
-            accelerator.gather_for_metrics((logits, labels))
+    def repeat(gather: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            dist.barrier()
+            for _ in range(STEPS):
+                gather()
 
-    def padded() -> None:
-        dist.barrier()
-        for _ in range(STEPS):
-            accelerator.gather_for_metrics((logits, labels), pad_index=-100)
+        return run
 
+    sides = {
+        "bare": lambda: all_gather_bare(logits, labels),
+        "ours": lambda: accelerator.gather_for_metrics((logits, labels)),
+        "unchecked": lambda: accelerator.gather((logits, labels)),
+        "padded": lambda: accelerator.gather_for_metrics((logits, labels), pad_index=-100),
+        "bare small": lambda: all_gather_bare(labels, labels),
+        "small": lambda: accelerator.gather_for_metrics((labels, labels)),
+    }
     seconds: dict[str, list[float]] = {}
     for _ in loader:
-        seconds = interleave({"bare": bare, "ours": ours, "padded": padded}, rounds)
+        seconds = interleave({name: repeat(side) for name, side in sides.items()}, rounds)
         break
     against = "bare all_gather_into_tensor"
     return [
         ratio_row("gather_for_metrics, 2 processes", against, seconds["ours"], seconds["bare"], 1.15),
+        ratio_row("the same", "gather, which compares no shapes", seconds["ours"], seconds["unchecked"], None),
+        ratio_row("two integers a sample", against, seconds["small"], seconds["bare small"], 1.0),
         ratio_row("the same with pad_index=", against, seconds["padded"], seconds["bare"], None),
     ]
 

@@ -72,7 +72,7 @@ class AcceleratorGathering(AcceleratorSettings):
 
         Raises:
             ConfigError: arguments that exclude each other, or a tensor without the rows of an uneven step.
-            ProcessGroupError: with `debug`, the ranks' shapes differ and nothing declares that they may.
+            ProcessGroupError: on every rank, the ranks' shapes differ and nothing declares that they may.
         """
         fault_point("eval.gather")
         loader = self.gradient_state.active_dataloader

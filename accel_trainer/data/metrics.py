@@ -64,7 +64,7 @@ def trim_gathered(
     Raises:
         ConfigError: `pad_index` or `as_samples` is given with the other one or with `use_objects`, a tensor has not the
             rows of an uneven step, or in a step that was filled up something has other than one row for each sample.
-        ProcessGroupError: with `debug`, the ranks' tensors do not fit together.
+        ProcessGroupError: the ranks' tensors do not fit together.
     """
     if check_uneven_options(pad_index, as_samples) and use_objects:
         raise ConfigError(
@@ -86,8 +86,16 @@ def trim_gathered(
         return map_leaves(lambda leaf: _alone(leaf, process, as_samples), data, is_leaf=is_column)
     columns = list(leaves(data, is_leaf=is_column))
     tensors = [column for column in columns if isinstance(column, Tensor)]
+    num_others = sum(column is not None for column in columns) - len(tensors)
     gathered = _gather_tensors(
-        tensors, rows, process, debug=debug, has_items=has_items, pad_index=pad_index, as_samples=as_samples
+        tensors,
+        rows,
+        process,
+        debug=debug,
+        beside=[f"has {num_others} value(s) that are no tensors"] if num_others else [],
+        has_items=has_items,
+        pad_index=pad_index,
+        as_samples=as_samples,
     )
     merged = iter(_merge_columns(columns, gathered, rows, process, as_samples))
     return map_leaves(lambda _: next(merged), data, is_leaf=is_column)
@@ -108,6 +116,7 @@ def _gather_tensors(
     process: ProcessContext,
     *,
     debug: bool,
+    beside: Sequence[str],
     has_items: bool,
     **uneven: Any,
 ) -> Any:
@@ -119,10 +128,8 @@ def _gather_tensors(
         return gather(own, process, **uneven) if is_uneven else gather_unknown_rows(own, process)
     if is_uneven:
         return gather(tensors, process, **uneven)
-    if rows is None or rows.is_even:
-        gathered = gather(tensors, process, debug=debug)
-    else:
-        gathered = gather_known_rows(tensors, rows.sizes, process, debug=debug)
+    sizes = None if rows is None or rows.is_even else rows.sizes
+    gathered = gather_known_rows(tensors, sizes, process, debug=debug, beside=beside)
     return gathered if rows is None else [_keep(column, rows.rows, rows.sizes) for column in gathered]
 
 

@@ -144,7 +144,7 @@ def _check_leaves(name: str, calls: Sequence[Sequence[str]], way_out: str) -> No
 
 def describe_leaves(data: Any) -> list[str]:
     """Return, for each leaf, dtype and shape of a tensor in words, or the class of anything else."""
-    return _describe(data, lambda tensor: f"has {_dtype(tensor)} {tuple(tensor.shape) or (1,)}")
+    return _describe(data, lambda tensor: f"{tuple(tensor.shape) or (1,)}")
 
 
 def describe_rows(data: Any, num_samples: int | None) -> list[str]:
@@ -153,20 +153,37 @@ def describe_rows(data: Any, num_samples: int | None) -> list[str]:
 
 
 def _describe(data: Any, words: Callable[[Tensor], str]) -> list[str]:
+    found = leaves(data, is_leaf=is_tensor)
     return [
-        words(leaf) if isinstance(leaf, Tensor) else f"has a {type(leaf).__name__}"
-        for leaf in leaves(data, is_leaf=is_tensor)
+        _describe_leaf(leaf, words) if isinstance(leaf, Tensor) else f"has a {type(leaf).__name__}" for leaf in found
     ]
+
+
+def _describe_leaf(leaf: Tensor, words: Callable[[Tensor], str]) -> str:
+    # On devices of two backends, ranks would wait for each other.
+    place = "" if leaf.device.type == "cpu" else f" on {leaf.device.type}"
+    return f"has {_dtype(leaf)} {words(leaf)}{place}"
 
 
 def _describe_rows(leaf: Tensor, num_samples: int | None) -> str:
     if num_samples is None:
-        return f"has {_dtype(leaf)} with {max(1, leaf.ndim)} dimension(s)"
-    tail = tuple(leaf.shape[1:])
-    rows = leaf.shape[0] if leaf.ndim else 1
-    if leaf.ndim and num_samples and rows % num_samples == 0:
-        return f"has {_dtype(leaf)} with {rows // num_samples} row(s) of {tail} for each sample"
-    return f"has {_dtype(leaf)} with {rows} row(s) of {tail} for {num_samples} samples"
+        return f"with {max(1, leaf.ndim)} dimension(s)"
+    if leaf.ndim == 0:
+        return "with one value for each rank"
+    per_sample = rows_for_each(leaf, num_samples)
+    if per_sample:
+        return f"with {per_sample} row(s) of {tuple(leaf.shape[1:])} for each sample"
+    return f"with {leaf.shape[0]} row(s) of {tuple(leaf.shape[1:])} for {num_samples} samples"
+
+
+def rows_for_each(tensor: Tensor, num_samples: int) -> int:
+    """Return the rows of a tensor for each sample; 0 where that is no integer."""
+    if tensor.ndim == 0:
+        return 1
+    if num_samples == 0:
+        return int(tensor.shape[0] == 0)
+    per_sample, remainder = divmod(tensor.shape[0], num_samples)
+    return 0 if remainder else per_sample
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +67,48 @@ def as_sendable_dtype(tensor: Tensor) -> Tensor:
 def gather_tensor(tensor: Tensor, process: ProcessContext) -> Tensor:
     """Concatenate a tensor over the ranks; a 0-d one counts as one of shape (1,). Collective, of equal shapes."""
     return gather_tensors([tensor], process)[0]
+
+
+_HEADER_BYTES = 1024
+
+
+def gather_agreed(tensors: Sequence[Tensor], facts: Hashable, process: ProcessContext) -> list[Tensor] | None:
+    """Concatenate each tensor over the ranks, where all ranks come with the same `facts`; None on every rank otherwise.
+
+    Collective: ranks may come with any tensors, whose shapes and devices follow from the facts. An exchange of one size
+    goes before the others: where sizes differ, gloo aborts a rank that gets more than it waits for, and leaves one that
+    gets less with memory that nobody wrote. Small tensors on the host travel in it, and often there is no other.
+    """
+    parts, free = [_digest(facts)], _HEADER_BYTES - 8
+    tensors = [tensor if tensor.ndim else tensor[None] for tensor in tensors]
+    places: list[tuple[int, int] | None] = []
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        is_inside = tensor.device.type == "cpu" and size <= free
+        places.append((_HEADER_BYTES - free, size) if is_inside else None)
+        if is_inside:
+            parts.append(tensor.detach().reshape(-1).view(torch.uint8))
+            free -= size
+    header = torch.cat([*parts, parts[0].new_empty(free)])
+    headers = gather_tensors([header], process)[0].view(process.world_size, -1)
+    if len(set(headers.view(torch.int64)[:, 0].tolist())) > 1:
+        return None
+    others = iter(gather_tensors([each for each, place in zip(tensors, places, strict=True) if place is None], process))
+    return [
+        next(others)
+        if place is None
+        else headers.narrow(1, *place)
+        .reshape(-1)
+        .view(tensor.dtype)
+        .view(len(headers) * len(tensor), *tensor.shape[1:])
+        for tensor, place in zip(tensors, places, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(facts: Hashable) -> Tensor:
+    """Return 8 bytes that ranks compare in the place of the facts."""
+    return torch.frombuffer(bytearray(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()), dtype=torch.uint8)
 
 
 def gather_tensors(tensors: Sequence[Tensor], process: ProcessContext) -> list[Tensor]:

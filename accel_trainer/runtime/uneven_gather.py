@@ -5,20 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
-from typing import Any
+from itertools import chain, repeat, zip_longest
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from accel_trainer.errors import ConfigError, ProcessGroupError
-from accel_trainer.runtime.collective_checks import UNEVEN_HINT, check_same_call, describe_rows, note_call
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.collective_checks import (
+    UNEVEN_HINT,
+    check_same_call,
+    describe_leaves,
+    describe_rows,
+    note_call,
+    rows_for_each,
+)
 from accel_trainer.runtime.fault_point import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rank_watch import names_failed_rank
 from accel_trainer.runtime.tensor_trees import pad_to, send_to_device
-from accel_trainer.runtime.transport import gather_tensor, map_tensors, tensors_of
+from accel_trainer.runtime.transport import gather_agreed, gather_tensor, map_tensors, tensors_of
 from accel_trainer.runtime.whereabouts import mark_collectives
 from accel_trainer.tree import leaves, map_leaves
 
@@ -36,60 +43,100 @@ def check_uneven_options(pad_index: float | None, as_samples: bool) -> bool:
 
 
 @names_failed_rank
-def gather_known_rows(data: Any, sizes: Sequence[int], process: ProcessContext, *, debug: bool = False) -> Any:
-    """Concatenate tensors whose first dimension differs between ranks in a way that all ranks know beforehand.
+def gather_known_rows(
+    data: Any, sizes: Sequence[int] | None, process: ProcessContext, *, debug: bool = False, beside: Sequence[str] = ()
+) -> Any:
+    """Concatenate tensors whose first dimension differs between ranks, if at all, in a way that all know beforehand.
 
-    Collective: every rank calls it, with the same `sizes`.
+    Collective: every rank calls it, with the same `sizes`. What is returned is exact, or an error on every rank.
 
     Args:
-        sizes: the first dimension on each rank. A tensor whose first dimension is a multiple of it has that many rows
-            for each. A 0-d tensor counts as one row of its rank.
-        debug: compare the other dimensions, the dtypes and the rows for each sample before any data moves.
+        sizes: the first dimension on each rank; None where all have the same. A tensor whose first dimension is a
+            multiple of it has that many rows for each. A 0-d tensor counts as one row of its rank.
+        debug: compare this call through the job's store, too, before the ranks meet in a collective.
+        beside: descriptions of what the ranks have to have alike besides.
 
     Raises:
         ConfigError: a tensor does not have the rows that `sizes` promises.
-        ProcessGroupError: those of another rank do not, or differ; with `debug`, in their other dimensions or dtypes.
+        ProcessGroupError: those of another rank do not, or differ in number, dtype, dimensions or rows for a sample.
     """
-    if len(sizes) != process.world_size:
+    if sizes is not None and len(sizes) != process.world_size:
         raise ConfigError(f"got {len(sizes)} sizes for {process.world_size} ranks; give one for each rank")
-    checked = describe_rows(data, sizes[process.rank]) if debug else None
-    note_call("gather", process, checked=checked, way_out=UNEVEN_HINT)
-    # An exchange of its own: a rank that refused its tensors alone would leave the others waiting.
-    _check_rows_for_each(tensors_of("gather_known_rows", data), sizes[process.rank], process)
-    return map_tensors("gather_known_rows", lambda tensor: _gather_rows(tensor, sizes, process), data)
+    tensors = tensors_of("gather", data)
+    own = None if sizes is None else sizes[process.rank]
+    note_call("gather", process, checked=_describe_known(tensors, own, beside) if debug else None, way_out=UNEVEN_HINT)
+    if not process.is_distributed:
+        return map_tensors("gather", lambda tensor: gather_tensor(tensor, process), data)
+    counts = [_count_rows(each, own) for each in tensors]
+    shapes = list(map(_known_shapes, tensors, counts, repeat(sizes)))
+    filled = [] if 0 in counts else list(map(_fill_up, tensors, shapes, repeat(0)))
+    gathered = gather_agreed(filled, (_facts(tensors, counts), *beside), process)
+    if gathered is None or 0 in counts:
+        _raise_difference(tensors, counts, own, beside, process)
+    joined = map(_join_blocks, gathered, shapes)
+    return map_tensors("gather", lambda _: next(joined), data)
 
 
-def _rows_for_each(tensor: Tensor, num_samples: int) -> int:
-    """Return the rows of a tensor for each sample; 0 where that is no integer."""
-    if tensor.ndim == 0:
-        return 1
-    if num_samples == 0:
-        return int(tensor.shape[0] == 0)
-    per_sample, remainder = divmod(tensor.shape[0], num_samples)
-    return 0 if remainder else per_sample
+def _count_rows(tensor: Tensor, num_samples: int | None) -> int | None:
+    """Return the rows of a tensor for each sample; None where all ranks have the same shape."""
+    return None if num_samples is None or tensor.ndim == 0 else rows_for_each(tensor, num_samples)
 
 
-def _check_rows_for_each(tensors: Sequence[Tensor], num_samples: int, process: ProcessContext) -> None:
-    """Raise on every rank unless each tensor has as many rows for a sample on all of them. Collective."""
-    if not process.is_distributed or not tensors:
-        return
-    own = [_rows_for_each(tensor, num_samples) for tensor in tensors]
-    everyone = gather_tensor(torch.tensor(own), process).view(process.world_size, -1).tolist()
-    for tensor, per_sample in zip(tensors, own, strict=True):
-        if per_sample == 0:
+def _facts(tensors: Sequence[Tensor], counts: Sequence[int | None]) -> tuple[Any, ...]:
+    """Return what the ranks have to have alike, in less time than the words for it take."""
+    return tuple(
+        (each.dtype, each.device.type, each.shape if count is None else (count, each.shape[1:]))
+        for each, count in zip(tensors, counts, strict=True)
+    )
+
+
+def _raise_difference(
+    tensors: Sequence[Tensor],
+    counts: Sequence[int | None],
+    num_samples: int | None,
+    beside: Sequence[str],
+    process: ProcessContext,
+) -> NoReturn:
+    """Raise on every rank where tensors do not fit. Collective."""
+    try:
+        check_same_call("gather", _describe_known(tensors, num_samples, beside), process, way_out=UNEVEN_HINT)
+    finally:
+        # Behind the exchanges: a rank that refused its tensors alone would leave the others waiting.
+        if 0 in counts:
+            shape = tuple(tensors[counts.index(0)].shape)
             raise ConfigError(
-                f"a tensor of shape {tuple(tensor.shape)} cannot be gathered: rank {process.rank} has {num_samples} "
-                "rows in this step; give tensors with one row (or the same number of rows) for each sample of the batch"
+                f"a tensor of shape {shape} cannot be gathered: rank {process.rank} has {num_samples} rows in this "
+                "step; give tensors with one row (or the same number of rows) for each sample of the batch"
             )
-    for rank, other in enumerate(everyone):
-        if other != own:
-            leaf = next(index for index, pair in enumerate(zip(own, other, strict=True)) if pair[0] != pair[1])
-            there = f"{other[leaf]} row(s)" if other[leaf] else "no whole number of rows"
-            raise ProcessGroupError(
-                f"tensor {leaf} cannot be gathered: it has {own[leaf]} row(s) for each sample of this step on rank "
-                f"{process.rank}, and {there} on rank {rank}. Nothing was sent; give tensors with one row (or the same "
-                "number of rows) for each sample of the batch"
-            )
+    raise AssertionError("facts differ, and descriptions do not")
+
+
+def _describe_known(tensors: Sequence[Tensor], num_samples: int | None, beside: Sequence[str]) -> list[str]:
+    return [*(describe_leaves(tensors) if num_samples is None else describe_rows(tensors, num_samples)), *beside]
+
+
+Shapes = Sequence[tuple[int, ...]]
+"""Of one tensor, on each rank."""
+
+
+def _known_shapes(tensor: Tensor, per_sample: int | None, sizes: Sequence[int] | None) -> Shapes | None:
+    """Return a tensor's shapes on all ranks; None where they are alike."""
+    return None if per_sample is None else [(size * per_sample, *tensor.shape[1:]) for size in sizes or ()]
+
+
+def _fill_up(tensor: Tensor, shapes: Shapes | None, fill: float) -> Tensor:
+    """Return a tensor filled up to the largest of its shapes."""
+    return tensor if shapes is None else pad_to(tensor.detach(), tuple(map(max, zip(*shapes, strict=True))), fill)
+
+
+def _blocks(gathered: Tensor, shapes: Shapes) -> list[Tensor]:
+    """Return each rank's rows of a gathered tensor that was filled up along dim 0."""
+    blocks = gathered.unflatten(0, (len(shapes), max(shape[0] for shape in shapes)))
+    return [block[: shape[0]] for block, shape in zip(blocks, shapes, strict=True)]
+
+
+def _join_blocks(gathered: Tensor, shapes: Shapes | None) -> Tensor:
+    return gathered if shapes is None else torch.cat(_blocks(gathered, shapes))
 
 
 @names_failed_rank
@@ -134,16 +181,7 @@ def check_pad_value(pad_index: float, dtype: torch.dtype) -> None:
         )
 
 
-def _gather_rows(tensor: Tensor, sizes: Sequence[int], process: ProcessContext) -> Any:
-    if tensor.ndim == 0 or not process.is_distributed:
-        return gather_tensor(tensor, process)
-    per_row = _rows_for_each(tensor, sizes[process.rank])
-    return _gather_shapes(tensor, [(size * per_row, *tensor.shape[1:]) for size in sizes], process, 0)
-
-
-def _gather_shapes(
-    tensor: Tensor, shapes: Sequence[tuple[int, ...]], process: ProcessContext, pad_index: float | None
-) -> Any:
+def _gather_shapes(tensor: Tensor, shapes: Shapes, process: ProcessContext, pad_index: float | None) -> Any:
     blocks = _gather_blocks(tensor if tensor.ndim else tensor[None], shapes, process, pad_index or 0)
     if pad_index is None:
         tails = [tuple(map(slice, shape[1:])) for shape in shapes]
@@ -151,15 +189,9 @@ def _gather_shapes(
     return torch.cat(blocks)
 
 
-def _gather_blocks(
-    tensor: Tensor, shapes: Sequence[tuple[int, ...]], process: ProcessContext, fill: float
-) -> list[Tensor]:
+def _gather_blocks(tensor: Tensor, shapes: Shapes, process: ProcessContext, fill: float) -> list[Tensor]:
     """Return each rank's rows of a tensor that has `shapes[r]` on rank r, filled up to the largest of them."""
-    largest = tuple(map(max, zip(*shapes, strict=True)))
-    gathered = gather_tensor(pad_to(tensor.detach(), largest, fill), process)
-    return [
-        block[: shape[0]] for block, shape in zip(gathered.unflatten(0, (len(shapes), largest[0])), shapes, strict=True)
-    ]
+    return _blocks(gather_tensor(_fill_up(tensor, shapes, fill), process), shapes)
 
 
 # --- the rows of many steps -------------------------------------------------------------------------------------------

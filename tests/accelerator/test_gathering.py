@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel_trainer import Accelerator, PartialState, set_seed, utils
-from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.errors import ConfigError, DistributedOperationException, ProcessGroupError
 from accel_trainer.runtime.process import current_process, destroy_process_group
 from tests.ranks import preload, run_ranks
 
@@ -151,3 +151,53 @@ def test_inputs_are_padded_to_a_multiple_by_their_last_row(rows: int, ranks: int
     found = utils.pad_input_tensors({"x": batch}, rows, ranks)["x"]
     assert torch.equal(found[:rows], batch)
     assert (len(found), found[rows:].unique().tolist()) == (padded, [rows - 1] if padded > rows else [])
+
+
+def differ(kind: str) -> tuple[str, list[int]]:
+    """Gather for metrics what differs between two ranks; return the error, and what a gather after it returns."""
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    values: dict[str, Any] = {
+        "columns": torch.ones(3, 4 + rank),
+        "rows": torch.ones(300 + rank, 4),
+        "dtype": torch.ones(3, dtype=torch.float64 if rank else torch.float32),
+        "number": (torch.ones(2),) * (1 + rank),
+        "none": ["text"] if rank else torch.ones(2),
+    }
+    with pytest.raises(DistributedOperationException) as caught:
+        accelerator.gather_for_metrics(values[kind])
+    return str(caught.value), accelerator.gather_for_metrics(torch.tensor([rank])).tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("columns", "leaf 0 of gather: rank 0 has float32 (3, 4), rank 1 has float32 (3, 5). Nothing was sent"),
+        ("rows", "leaf 0 of gather: rank 0 has float32 (300, 4), rank 1 has float32 (301, 4). Nothing was sent"),
+        ("dtype", "leaf 0 of gather: rank 0 has float32 (3,), rank 1 has float64 (3,)"),
+        ("number", "leaf 1 of gather: rank 0 nothing, rank 1 has float32 (2,)"),
+        ("none", "leaf 0 of gather: rank 0 has float32 (2,), rank 1 has 1 value(s) that are no tensors"),
+    ],
+)
+def test_what_differs_between_ranks_is_not_gathered_for_metrics(kind: str, message: str):
+    for text, gathered in run_ranks(differ, 2, kind):
+        assert message in text
+        assert gathered == [0, 1]
+
+
+def gather_all_kinds() -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    dtypes = (torch.bool, torch.int16, torch.bfloat16, torch.complex64, torch.float8_e5m2)
+    tensors = [torch.full((3, 2), rank + 1).to(dtype) for dtype in dtypes]
+    tensors += [torch.tensor(rank), torch.empty(0, 4), torch.full((5, 100), float(rank)), torch.ones(2, 3).t()]
+    gathered = accelerator.gather_for_metrics(tensors)
+    assert [tensor.dtype for tensor in gathered] == [tensor.dtype for tensor in tensors]
+    sums = [tensor.to(torch.complex64).real.sum(dim=0).flatten()[:1].tolist() for tensor in gathered]
+    return [(tuple(tensor.shape), total) for tensor, total in zip(gathered, sums, strict=True)]
+
+
+def test_small_and_large_tensors_of_any_dtype_are_gathered_for_metrics_exactly():
+    expected = [((6, 2), [6.0])] + [((6, 2), [9.0])] * 4
+    expected += [((2,), [1.0]), ((0, 4), [0.0]), ((10, 100), [5.0]), ((6, 2), [6.0])]
+    assert run_ranks(gather_all_kinds, 2) == [expected] * 2

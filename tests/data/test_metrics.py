@@ -322,10 +322,10 @@ def test_d36_rows_that_do_not_fit_an_uneven_step_are_refused() -> None:
     assert "rank 1 has 2 rows" in second
     assert told[0].startswith("ConfigError: a tensor of shape (4,) cannot be gathered: rank 0 has 3 rows in this step")
     assert other_told[0].startswith(
-        "ProcessGroupError: tensor 0 cannot be gathered: it has 2 row(s) for each sample of this step on rank 1, and "
-        "no whole number of rows on rank 0. Nothing was sent"
+        "DistributedOperationException: the ranks do not agree on leaf 0 of gather: rank 0 has float32 with 4 row(s) "
+        "of () for 3 samples, rank 1 has float32 with 2 row(s) of () for each sample. Nothing was sent"
     )
+    assert told[1] == other_told[1]
     assert (
-        "tensor 1 cannot be gathered: it has 2 row(s) for each sample of this step on rank 0, and 3 row(s)" in told[1]
+        "leaf 1 of gather: rank 0 has float32 with 2 row(s) of () for each sample, rank 1 has float32 with 3" in told[1]
     )
-    assert "tensor 1 cannot be gathered: it has 3 row(s) for each sample of this step on rank 1" in other_told[1]
