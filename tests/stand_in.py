@@ -61,7 +61,7 @@ class _Module(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._stream = torch.Generator().manual_seed(0)
+        self._streams = [torch.Generator().manual_seed(index) for index in range(2)]
 
     def is_available(self) -> bool:
         return True
@@ -100,14 +100,19 @@ class _Module(ModuleType):
     def get_amp_supported_dtype(self) -> list[Any]:
         return [torch.bfloat16, torch.float16]
 
-    def draw(self) -> float:
-        return torch.rand(1, generator=self._stream).item()
+    def _stream_of(self, device: Any) -> torch.Generator:
+        index = device.index if isinstance(device, torch.device) else device
+        return self._streams[self.current_device() if index is None else index]
+
+    def draw(self, device: int | None = None) -> float:
+        return torch.rand(1, generator=self._stream_of(device)).item()
 
     def manual_seed_all(self, seed: int) -> None:
-        self._stream.manual_seed(seed)
+        for stream in self._streams:
+            stream.manual_seed(seed)
 
     def get_rng_state(self, device: Any = None) -> Any:
-        return self._stream.get_state()
+        return self._stream_of(device).get_state()
 
     def set_rng_state(self, state: Any, device: Any = None) -> None:
-        self._stream.set_state(state)
+        self._stream_of(device).set_state(state)

@@ -93,7 +93,7 @@ def stream_index(shard: int) -> int:
 
 
 def get_rng_state() -> dict[str, Any]:
-    """Return the state of this process's random streams: Python's, NumPy's, torch's and the accelerator's."""
+    """Return the state of this process's random streams: Python's, NumPy's, torch's and those of all accelerators."""
     name, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -104,7 +104,18 @@ def get_rng_state() -> dict[str, Any]:
     # A device that nobody has used is not started for it; MPS cannot be asked.
     if stream is not None and (not hasattr(stream, "is_initialized") or stream.is_initialized()):
         state[kind] = stream.get_rng_state()
+        # By number; the current device has no number here, as it may have another one when the state is loaded.
+        others = {str(index): stream.get_rng_state(index) for index in _other_devices(stream)}
+        if others:
+            state[f"other {kind}"] = others
     return state
+
+
+def _other_devices(stream: Any) -> list[int]:
+    """Return the devices of a kind beside the current one. Their generators lie on the host: none is started for it."""
+    if not (hasattr(stream, "device_count") and hasattr(stream, "current_device")):
+        return []
+    return [index for index in range(stream.device_count()) if index != stream.current_device()]
 
 
 def _accelerator_stream() -> tuple[str, Any]:
@@ -128,6 +139,10 @@ def set_rng_state(state: dict[str, Any]) -> None:
     kind, stream = _accelerator_stream()
     if stream is not None and kind in state:
         stream.set_rng_state(state[kind])
+        others = state.get(f"other {kind}", {})
+        for index in _other_devices(stream) if others else ():
+            if str(index) in others:
+                stream.set_rng_state(others[str(index)], index)
 
 
 class KeptStreams:

@@ -413,3 +413,29 @@ def test_a_device_without_index_is_the_ranks_own_before_it_joins_its_job():
     assert (seen["cpu"], seen["own"], seen["named"]) == ("cpu", "stand_in:1", "stand_in:0")
     assert seen["tied"] == (True, "stand_in:1")
     assert (seen["offload"], seen["loaded"]) == ("stand_in:1", {"stand_in:1"})
+
+
+@ALONE.add
+def draw_on_both_devices() -> list[list[float]]:
+    """Draw on both devices after a save, after `load_state`, and after it on the other device."""
+    from accel_trainer import Accelerator
+
+    module = torch.get_device_module()
+    accelerator = Accelerator()
+    for device in (1, 0, 1):
+        module.draw(device)
+    with tempfile.TemporaryDirectory() as folder:
+        accelerator.save_state(f"{folder}/state")
+        drawn = [[module.draw(device) for device in (0, 1)]]
+        for current in (0, 1):
+            with mock.patch.object(module, "current_device", lambda current=current: current):
+                accelerator.load_state(f"{folder}/state")
+                drawn.append([module.draw(device) for device in (0, 1)])
+    return drawn
+
+
+def test_random_streams_of_all_devices_are_saved_and_loaded():
+    saved, loaded, moved = alone("draw_on_both_devices")
+    assert saved == loaded
+    assert saved[0] != saved[1]
+    assert moved[1] == saved[0]  # the current device goes on, whatever its number
