@@ -61,7 +61,9 @@ def build_index_source(
         sampler.num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
     worker_seed = seed if loader.generator is None else loader.generator.initial_seed()
     is_batched = loader.batch_sampler is not None
-    return IndexSource(sampler, loader.dataset, worker_seed, is_batched=is_batched, in_order=in_order)
+    source = IndexSource(sampler, loader.dataset, worker_seed, is_batched=is_batched, in_order=in_order)
+    source.note_generator(generator)
+    return source
 
 
 def _check(loader: DataLoader[Any], shards: int) -> None:
@@ -116,6 +118,11 @@ class IndexSource:
         self._dataset = dataset
         self._seed = seed
         self._resumed: Position | None = None
+        self._seeded: tuple[torch.Generator, int] | None = None
+
+    def note_generator(self, generator: torch.Generator | None) -> None:
+        """Keep the user's generator, whose seed the order is made of from here on."""
+        self._seeded = None if generator is None else (generator, generator.initial_seed())
 
     @property
     def start(self) -> int:
@@ -257,6 +264,13 @@ class IndexSource:
         return self.epoch, first, first % num_workers if self._in_order else 0
 
     def _begin(self, loader: Any, progress: Progress) -> Iterator[Any]:
+        if self._seeded is not None and self._seeded[0].initial_seed() != self._seeded[1]:
+            logger.warning(
+                f"a loader's generator was seeded with {self._seeded[0].initial_seed()} after prepare(), and its order "
+                f"follows the seed {self._seeded[1]} that it had then, and the epoch: seed it before prepare(), or "
+                "choose another order with set_epoch()"
+            )
+            self.note_generator(self._seeded[0])  # once for each new seed
         is_mid_epoch = bool(self.sampler.start or self.sampler.origin)
         shard = stream_index(self.sampler.process_index or 0)
         batches = begin_pass(loader, loader.native_iterator, self._seed, progress.epoch, shard, is_mid_epoch)

@@ -591,3 +591,18 @@ def test_a_dataset_that_ends_a_pass_by_a_stop_iteration_is_an_error(workers: int
     gc.collect()
     assert f"a pass over the EndsWithin ended after {ended} batches, and the sampler had asked for more" in said
     assert len(list(prepare(FirstThree(EndsWithin(-1), batch_size=2)))) == 3
+
+
+def test_a_generator_that_is_seeded_again_is_said_to_be_not_followed(caplog: pytest.LogCaptureFixture) -> None:
+    generator = torch.Generator().manual_seed(3)
+    loader = prepare(DataLoader(Numbers(8), shuffle=True, generator=generator))
+    first = list(loader)
+    assert not caplog.text
+    generator.manual_seed(4)
+    loader.set_epoch(0)
+    with caplog.at_level(logging.WARNING):
+        again = list(loader)
+        list(loader)
+    assert "generator was seeded with 4 after prepare(), and its order follows the seed 3" in caplog.text
+    assert caplog.text.count("was seeded") == 1
+    assert torch.equal(torch.cat(again), torch.cat(first))
