@@ -153,15 +153,12 @@ class Accelerator(
         self.project_configuration = project_config or ProjectConfiguration()
         self.project_configuration.set_directories(project_dir)
         self._trackers = Trackers(log_with, self.project_configuration, self.process)
-        facts = self.strategy.capabilities
         asked = self.config.parallel
         if parallelism_config is None and asked != ParallelConfig():
             parallelism_config = ParallelismConfig.of(asked)
         self.state = AcceleratorState(
             process=self.process,
-            distributed_type=DistributedType.of(facts.distributed_type, self.process.device),
             mixed_precision=str(self.config.mixed_precision),
-            fsdp_plugin=FSDPDescription.of(self.resolved, facts, self.precision),
             engine_plugins=self._engine_plugins,
             take_plugin=self._use_plugin,
             parallelism_config=parallelism_config,
@@ -175,12 +172,8 @@ class Accelerator(
         self._pass_start = PassStart(
             self.process, self.readers, self.gradient_state, check_rng_types(rng_types or (), self.process.device)
         )
-        self.nonfinite_guard = NonFiniteGuard.of(
-            self.config, self.process, is_late=facts.builds_engine, is_sharded=facts.shards_parameters
-        )
-        self._take_rollbacks()
-        has_replicas = not (facts.shards_parameters or facts.builds_engine)
-        self._prepared = Prepared(self.nonfinite_guard, ReplicaCheck.of(self.process, has_replicas=has_replicas))
+        self._prepared = Prepared()
+        self._take_facts()
         self._checkpointer = Checkpointer(self.process, SAVED_STATES)
         self._registered = RegisteredState()
         self._last_grad_norm = torch.tensor(float("nan"))
@@ -188,6 +181,20 @@ class Accelerator(
         register_memory_owner(self)
         for note in self.resolved.notes:
             logger.info(note)
+
+    def _take_facts(self) -> None:
+        """Follow the facts of the strategy in force."""
+        facts = self.strategy.capabilities
+        self.state.take_facts(
+            DistributedType.of(facts.distributed_type, self.process.device),
+            FSDPDescription.of(self.resolved, facts, self.precision),
+        )
+        self.nonfinite_guard = self._prepared.guard = NonFiniteGuard.of(
+            self.config, self.process, is_late=facts.builds_engine, is_sharded=facts.shards_parameters
+        )
+        self._take_rollbacks()
+        has_replicas = not (facts.shards_parameters or facts.builds_engine)
+        self._prepared.replica_check = ReplicaCheck.of(self.process, has_replicas=has_replicas)
         if facts.shards_parameters and self.process.device.type == "cpu":
             # A warning, so that it is seen: users who asked for FSDP usually expect GPUs.
             logger.warning("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)

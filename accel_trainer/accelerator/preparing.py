@@ -25,7 +25,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.precision import keep_gradients
 from accel_trainer.runtime import collectives
-from accel_trainer.runtime.model_wrappers import flattens_parameters
+from accel_trainer.runtime.model_wrappers import find_sharded_at_load, flattens_parameters
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rng import seed_own_streams
 from accel_trainer.strategies.api import TrainJob
@@ -71,6 +71,7 @@ class AcceleratorPreparing(AcceleratorSettings):
             ConfigError: an object cannot be prepared as configured; nothing has been changed then.
         """
         placements = self._placements(objects, device_placement)
+        self.take_sharded(_of_kind(objects, nn.Module))
         placeholders = self._build_placeholders(objects)
         given = [*_of_kind(objects, Optimizer), *_of_kind(objects, DummyOptim)]
         optimizers = {id(item): self._unwrap(placeholders.get(id(item), item)) for item in given}
@@ -91,6 +92,29 @@ class AcceleratorPreparing(AcceleratorSettings):
         prepared = tuple(results.get(id(item), item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
+    def take_sharded(self, models: Sequence[nn.Module]) -> None:
+        """Prepare models by the layout of one that was sharded while it was loaded, from now on. Collective then.
+
+        Raises:
+            ConfigError: the configuration shards models, too; or a loader was prepared whose batches would be others.
+        """
+        if not any(find_sharded_at_load(model) for model in models):
+            return
+        from accel_trainer.strategies.presharded import choose_strategy  # FSDP2, which others do without
+
+        strategy = choose_strategy(models, self.resolved, self.strategy)
+        if strategy is None:
+            return
+        if strategy.sizes.num_readers != self.readers.world_size and self._prepared.dataloaders:
+            raise ConfigError(
+                f"a data loader was prepared for {self.readers.world_size} ranks that read different data, and after "
+                f"it a model that was loaded with {strategy.layout}: {strategy.sizes.num_readers} of them do; prepare "
+                "the model first, or both in one call of prepare()"
+            )
+        self.readers = self._pass_start.readers = strategy.readers(self.resolved, self.process)
+        self.strategy, self._axis_sizes = strategy, strategy.sizes
+        self._take_facts()
+
     def _placements(self, objects: Sequence[Any], device_placement: Sequence[bool] | None) -> dict[int, bool]:
         """Return the flag of each object by its id."""
         flags = list(device_placement) if device_placement is not None else [self.device_placement] * len(objects)
@@ -108,6 +132,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare one model; its optimizer may follow. `evaluation_mode` exchanges no gradients. Collective."""
+        self.take_sharded([model])
         place = self.device_placement if device_placement is None else device_placement
         return self._prepare_models([model], [], _Request({id(model): place}, evaluation_mode))[id(model)]
 

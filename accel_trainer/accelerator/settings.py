@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,8 @@ class AcceleratorSettings(ProcessView):
     _pass_start: PassStart
     _prepared: Prepared
     _checkpointer: Checkpointer
+    _take_facts: Callable[[], None]
+    """Follows the facts of the strategy in force."""
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

@@ -329,8 +329,6 @@ class AcceleratorState(PartialState):
         cpu: bool | None = None,
         *,
         process: ProcessContext | None = None,
-        distributed_type: DistributedType | None = None,
-        fsdp_plugin: Any = None,
         engine_plugins: DeepSpeedPlugins | None = None,
         take_plugin: Callable[[str], None] | None = None,
         parallelism_config: Any = None,
@@ -352,11 +350,10 @@ class AcceleratorState(PartialState):
             resolved = _resolve("AcceleratorState", {"mixed_precision": mixed_precision, "use_cpu": cpu})
             process, mixed_precision = _join(resolved), str(resolved.config.mixed_precision)
             debug = resolved.config.debug
-        self._set_process(process, distributed_type)
+        self._set_process(process, None)
         self.debug = debug
         self.mixed_precision = mixed_precision or "no"
-        self.fsdp_plugin = fsdp_plugin
-        self.is_fsdp2 = self.distributed_type == DistributedType.FSDP  # FSDP1 is not offered
+        self.take_facts(self.distributed_type, None)
         self._engine_plugins = engine_plugins or DeepSpeedPlugins()
         # A state outlives its Accelerator, which holds models.
         self._take_plugin: Callable[[], Any] | None = take_plugin and weakref.WeakMethod(take_plugin)
@@ -364,6 +361,12 @@ class AcceleratorState(PartialState):
         self.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin.of(CompileConfig())
         """How prepared models are compiled, with the backend in capitals, as a `DynamoBackend` is."""
         type(self)._shared_state = self.__dict__
+
+    def take_facts(self, distributed_type: DistributedType, fsdp_plugin: Any) -> None:
+        """Show the facts of the strategy in force, of which an Accelerator tells."""
+        self.distributed_type = distributed_type
+        self.fsdp_plugin = fsdp_plugin
+        self.is_fsdp2 = distributed_type == DistributedType.FSDP  # FSDP1 is not offered
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"

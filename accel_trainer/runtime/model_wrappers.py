@@ -45,6 +45,16 @@ def model_has_dtensor(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def find_sharded_at_load(model: Any) -> Any:
+    """Return the module that transformers has sharded while it loaded it, with `distributed_config`; None without one.
+
+    The model, or one in it: PEFT's has one.
+    """
+    mark = "is_distributed_loading_by_transformers"
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return next((module for module in modules if hasattr(type(module), mark) and getattr(module, mark)), None)
+
+
 def get_model_tp_size(model: nn.Module) -> int | None:
     """Return the tensor-parallel degree that transformers loaded a model with; None for none."""
     if (size := getattr(model, "tp_size", None)) is not None:  # transformers 4

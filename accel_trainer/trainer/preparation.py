@@ -32,8 +32,10 @@ from accel_trainer.checkpoint.weights.weight_files import INDEX_NAME, WEIGHTS_NA
 from accel_trainer.config import NonFiniteAction, Resolved, SchedulerSteps
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
+from accel_trainer.runtime.model_wrappers import find_sharded_at_load
 from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.broadcast_values import broadcast_buffers
+from accel_trainer.strategies.optimizers import parameters_of
 from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_config
 from accel_trainer.trainer.arguments.fsdp_arguments import (
     check_recomputation,
@@ -99,7 +101,14 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
     _take_num_steps(args)
     uses_state = args.accelerator_config.use_configured_state and is_initialized()
     configured = AcceleratorState().distributed_type if uses_state else None
-    accelerator = Accelerator(config=complete_engine_config(args, _resolve_for_model(args, model), model))
+    resolved = _resolve_for_model(args, model)
+    if (sharded := find_sharded_at_load(model)) is not None:
+        from accel_trainer.strategies.presharded import check_alone  # FSDP2, which others do without
+
+        check_alone(sharded, resolved)  # before the job is joined
+    accelerator = Accelerator(config=complete_engine_config(args, resolved, model))
+    if sharded is not None:
+        accelerator.take_sharded([model])
     _check_options(args, accelerator)
     _check_restarts(args, accelerator)
     _check_optimizer_name(args, accelerator.strategy.capabilities.shards_parameters)
@@ -225,11 +234,33 @@ def create_optimizer(trainer: Trainer, max_steps: int) -> Any:
         # Without the model, which overrides need not take: upstream gives it to FSDP1 only.
         trainer.create_optimizer()
         name = "create_optimizer"
+    if find_sharded_at_load(trainer.model) is not None and not _overrides(trainer, "create_optimizer"):
+        _join_groups(trainer, trainer.optimizer)
     if trainer.optimizer is None:
         raise ConfigError(
             f"{name}() of {type(trainer).__name__} left self.optimizer at None; set it to the optimizer to train with"
         )
     return trainer.optimizer
+
+
+def _join_groups(trainer: Trainer, optimizer: Any) -> None:
+    """Make the two groups of upstream's optimizer again that it splits by meshes (5.23, trainer.py:1287).
+
+    A checkpoint has the same groups then whatever the layout; the unit updates each mesh's parameters by themselves.
+    """
+    if len(getattr(optimizer, "param_groups", ())) <= 2:
+        return
+    decaying = set(trainer.get_decay_parameter_names(trainer.model))
+    parts: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad:
+            parts[name not in decaying][id(parameter)] = parameter
+    groups = []
+    for part in parts:
+        split = [group for group in optimizer.param_groups if part.keys() >= set(map(id, group["params"]))]
+        groups += [{**split[0], "params": list(part.values())}] if split else []
+    if sum(len(group["params"]) for group in groups) == len(parameters_of(optimizer)):
+        optimizer.param_groups[:] = groups
 
 
 def _warn_of_unused(trainer: Trainer, builds_optimizer: bool, builds_scheduler: bool) -> None:
@@ -311,6 +342,16 @@ def fill_empty(model: nn.Module) -> None:
         load_checkpoint_in_model(model, directory, init_missing=True)
 
 
+def _check_known(trainer: Trainer) -> None:
+    """Refuse a model that was sharded while it was loaded, and that the Trainer was not built with."""
+    if not trainer.is_sharded and (sharded := find_sharded_at_load(trainer.model)) is not None:
+        raise ConfigError(
+            f"{type(sharded).__name__} was sharded by from_pretrained(distributed_config=...), and came from "
+            "model_init or was set later, when the Trainer had been built for data that every rank reads by itself; "
+            "load it before, and pass it as model"
+        )
+
+
 class ModelPreparation:
     """The prepared model of one Trainer, and the optimizer state that outlives an engine around it.
 
@@ -333,6 +374,7 @@ class ModelPreparation:
         Raises:
             ConfigError: an engine's configuration contradicts the arguments, or leaves something open.
         """
+        _check_known(trainer)
         if trainer.accelerator.strategy.capabilities.builds_engine:
             return self._build_engine(trainer, max_steps)
         model: nn.Module
@@ -360,6 +402,7 @@ class ModelPreparation:
 
     def prepare_for_evaluation(self, trainer: Trainer) -> tuple[nn.Module, float | None]:
         """Return the module to call, and the seconds it took to prepare it, if it was not yet. Collective."""
+        _check_known(trainer)
         args, accelerator = trainer.args, trainer.accelerator
         model = trainer.model
         if (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train:

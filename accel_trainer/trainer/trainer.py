@@ -180,6 +180,13 @@ class Trainer(ResumingMethods, transformers.Trainer):
 
     # --- set-up ----------------------------------------------------------------------------------------------------
 
+    is_distributed_loading_by_transformers = property(
+        lambda self: False,
+        lambda self, value: None,
+        doc="""False: upstream (5.23, trainer.py:469) trains a model with `distributed_config` by ways of its own, and
+        saves no state for it; here the strategy knows it, as it does every other.""",
+    )
+
     def create_accelerator_and_postprocess(self) -> None:
         """Build the Accelerator of this Trainer from its arguments. Collective. Runs again for each search trial."""
         args = self.args

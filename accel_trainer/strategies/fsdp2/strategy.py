@@ -108,7 +108,7 @@ def choose_regions(model: nn.Module, config: CompileConfig, layers: Sequence[nn.
     return config
 
 
-def _reshard_after_inference(module: nn.Module, args: Any, output: Any) -> None:
+def reshard_after_inference(module: nn.Module, args: Any, output: Any) -> None:
     """Give memory back after a forward without backward."""
     # FSDP2 leaves parameters gathered for the backward, which never comes here: those of the root and of the head
     # always, a block's with `reshard_after_forward=False`.
@@ -116,7 +116,7 @@ def _reshard_after_inference(module: nn.Module, args: Any, output: Any) -> None:
         module.reshard()  # type: ignore[operator]
 
 
-def _gather_in_generate(model: nn.Module) -> None:
+def gather_in_generate(model: nn.Module) -> None:
     """Have a sharded model's own `generate`, if it has one, find the root's parameters gathered, as `forward` does.
 
     It calls modules by themselves: an encoder of transformers reads embeddings that belong to the root.
@@ -129,13 +129,13 @@ def _gather_in_generate(model: nn.Module) -> None:
     @wraps(gathering)
     def generate(*args: Any, **kwargs: Any) -> Any:
         output = gathering(*args, **kwargs)
-        _reshard_after_inference(model, args, output)
+        reshard_after_inference(model, args, output)
         return output
 
     model.generate = generate  # type: ignore[assignment]
 
 
-def _check_output_is_seen(module: nn.Module, args: Any, output: Any) -> None:
+def check_output_is_seen(module: nn.Module, args: Any, output: Any) -> None:
     """Refuse an output in which FSDP2 finds no tensor: it would never learn of the backward, and average nothing."""
     if not torch.is_grad_enabled():
         return
@@ -186,7 +186,7 @@ class FSDP2Strategy(BaseStrategy):
         if isinstance(model, FSDPModule):
             _warn_of_unused_options(job, precision)
             if "generate" not in vars(model):  # the user's own, or that of an earlier prepare
-                _gather_in_generate(model)
+                gather_in_generate(model)
             return FSDP2Unit(model, (), job.loss_scale).with_optimizers(job)
         if next(model.parameters(), None) is None:  # a loss, say: nothing to shard
             place(model, job, process)
@@ -272,12 +272,12 @@ class FSDP2Strategy(BaseStrategy):
         keep_scales(model)
         _set_prefetch(model, blocks, config)
         for unit in [model] if config.reshard_after_forward else [model, *blocks]:
-            unit.register_forward_hook(_reshard_after_inference)
+            unit.register_forward_hook(reshard_after_inference)
         _gather_outer_units(model, outer)
-        model.register_forward_hook(_check_output_is_seen)
+        model.register_forward_hook(check_output_is_seen)
         # transformers' generate() reads it, and goes on while any rank has tokens to make: a forward is collective.
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
-        _gather_in_generate(model)
+        gather_in_generate(model)
         return root
 
 
@@ -356,7 +356,7 @@ def _gather_outer_units(model: nn.Module, outer: OuterUnits) -> None:
         # A loss that fuses the head reads its weight and does not call it. One unit of norm and head would be gathered
         # by the norm; torch 2.11 gathers one no second time that was left before its last module.
         outer.body.register_forward_hook(lambda module, args, output: head.unshard())
-        model.register_forward_hook(lambda module, args, output: _reshard_after_inference(head, args, output))
+        model.register_forward_hook(lambda module, args, output: reshard_after_inference(head, args, output))
 
 
 # --- activation checkpointing ----------------------------------------------------------------------------------------

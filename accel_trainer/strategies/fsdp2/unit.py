@@ -82,7 +82,7 @@ class FSDP2Unit(NativeUnit):
         """
         sharded = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         boxes = {name: Box.full(p.shape) for name, p in sharded.items()}
-        local: dict[str, Tensor] = {}
+        local = _unsharded_gradients(sharded)
         for prefix, module in self.module.named_modules():
             if not isinstance(module, FSDPModule):
                 continue
@@ -230,6 +230,11 @@ def _average(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
         dist.all_reduce(tensor, group=group)
         num_readers *= dist.get_world_size(group)
     return tensor.div_(num_readers)
+
+
+def _unsharded_gradients(named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return by name the gradients that this rank has of parameters that are not sharded."""
+    return {name: p.grad for name, p in named.items() if p.grad is not None and not isinstance(p, DTensor)}
 
 
 def _gathered_parameters(unit: FSDPModule, prefix: str, sharded: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -290,7 +290,9 @@ def _copy_from_rank_zero(target: Tensor, source: Tensor | None) -> None:
     full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
     if source is not None:
         full.copy_(source)
-    if isinstance(target, DTensor) and not any(map(is_sharded_again, target.placements)):
+    # A mesh of some of the ranks, as that of a norm beside layers in parts, has a first rank of its own.
+    spans = isinstance(target, DTensor) and target.device_mesh.size() == world_size()
+    if isinstance(target, DTensor) and spans and not any(map(is_sharded_again, target.placements)):
         placed = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=0)
         target.to_local().copy_(placed.to_local())
     else:
