@@ -46,7 +46,7 @@ from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.precision import build_precision
 from accel_trainer.runtime.memory import register_memory_owner
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
-from accel_trainer.runtime.process import init_process, read_environment
+from accel_trainer.runtime.process import current_process, init_process, read_environment
 from accel_trainer.runtime.rng import check_rng_types
 from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.unsupported import explain_options
@@ -195,8 +195,14 @@ class Accelerator(
         self._take_rollbacks()
         has_replicas = not (facts.shards_parameters or facts.builds_engine)
         self._prepared.replica_check = ReplicaCheck.of(self.process, has_replicas=has_replicas)
-        if facts.shards_parameters and self.process.device.type == "cpu":
-            # A warning, so that it is seen: users who asked for FSDP usually expect GPUs.
+        if facts.shards_parameters:
+            self._warn_of_few_devices()
+
+    def _warn_of_few_devices(self) -> None:
+        # Warnings, so that they are seen: users who asked for FSDP usually expect several GPUs.
+        if self.num_processes == 1:
+            logger.warning("%s on one process: nothing is sharded", self.resolved.describe("strategy"))
+        elif self.process.device.type == "cpu":
             logger.warning("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)
 
     def _build_loss_scale(self) -> LossScale | None:
@@ -227,6 +233,7 @@ class Accelerator(
         plugins.resolve(self.resolved, self.strategy.capabilities, resolve_with)
         self._engine_plugins = plugins
         self._use_plugin(next(iter(plugins.plugins), None))
+        self.process = current_process()  # the strategy may have given a process alone a group
         self._axis_sizes = axis_sizes(
             self.config, self.resolved.describe, self.process.world_size, self.process.num_nodes
         )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_trainer.config import MixedPrecision, Resolved, RunConfig, Source, field_specs, resolve
-from accel_trainer.config.parallel import check_fewest
 from accel_trainer.config.validation import show_plain
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin
@@ -234,15 +233,6 @@ def build_strategy(resolved: Resolved, process: ProcessContext) -> Strategy:
         name = "ddp" if process.world_size > 1 else "single"
     strategy: Strategy = load_strategy(name)
     facts, origin = strategy.capabilities, resolved.describe("strategy")
-    check_fewest(resolved.config, resolved.describe, facts.min_world_size)
-    if process.world_size < facts.min_world_size:
-        wanted = max(facts.min_world_size, resolved.config.launch.num_processes or 0)
-        raise ConfigError(
-            f"{origin}: strategy {name!r} needs at least {facts.min_world_size} processes and this job has "
-            f"{process.world_size}; training unsharded in its place is not an option. Start the script with "
-            f"`accel-trainer launch --num_processes {wanted} SCRIPT` (with --cpu where no GPU is), "
-            "or take the strategy out"
-        )
     if facts.max_world_size is not None and process.world_size > facts.max_world_size:
         raise ConfigError(
             f"{origin}: strategy {name!r} is for {facts.max_world_size} process and this job has {process.world_size}, "

@@ -79,13 +79,13 @@ class Prepared:
     ) -> tuple[dict[int, list[Optimizer]], list[tuple[PreparedUnit, Optimizer]]]:
         """Return unbound optimizers by the id of one of `models`, and those of models that are prepared already.
 
-        Models of `replaced` units are among `models`. On one process, an optimizer may join its model later.
+        Models of `replaced` units are among `models`. On one process, an optimizer may join its full model later.
         """
         alone = {id(o): o for o in self.alone}
         bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)} | alone
         unbound = [optimizer for optimizer in bare.values() if not self.units_of(optimizer)]
         staying = [prepared for prepared in self.units if prepared not in replaced]
-        takes_all = not (is_distributed or models or staying)
+        takes_all = not (is_distributed or capabilities.shards_parameters or models or staying)
         return _pair(models, unbound, staying, capabilities, {*map(id, unbound)} if takes_all else {*alone})
 
     @property

@@ -174,16 +174,6 @@ def axis_sizes(config: RunConfig, describe: Callable[[str], str], world_size: in
     return AxisSizes(**found)
 
 
-def check_fewest(config: RunConfig, describe: Callable[[str], str], bound: int) -> None:
-    """Refuse workers that are started again with fewer processes than `bound`, which the strategy needs."""
-    launch = config.launch
-    if launch.min_processes is not None and launch.min_processes < bound:
-        raise ConfigError(
-            f"{describe('strategy')} needs at least {bound} processes, and {describe('launch.min_processes')}; write "
-            f"num_processes as {bound}:{launch.num_processes}"
-        )
-
-
 def _check_experts(config: RunConfig, describe: Callable[[str], str], sizes: AxisSizes) -> None:
     if sizes.num_shards % config.parallel.ep_size:
         along = f"dp_shard x {config.parallel.sequence_axis}" if sizes.sequence > 1 else "dp_shard"
@@ -199,6 +189,11 @@ def _replicas_of_fsdp(
     """Return the option of `fsdp` that says how many replicas there are, and their number."""
     if not config.fsdp.replicate_per_node:
         return "fsdp.replicate_size", config.fsdp.replicate_size
+    if world_size == 1:
+        raise ConfigError(
+            f"{describe('fsdp.replicate_per_node')} is hybrid sharding with a replica on each node, and this job has "
+            "one process; start more, or shard in full (FULL_SHARD), which runs on one as well"
+        )
     if num_nodes is None:
         raise ConfigError(
             f"{describe('fsdp.replicate_per_node')}: nodes hold different numbers of the job's {world_size} "

@@ -19,7 +19,6 @@ from accel_trainer.config.yaml_reader import dump_yaml
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.launch.config_file import accelerate_config_path
 from accel_trainer.launch.flags import launch_flags
-from accel_trainer.launch.job import MIN_PROCESSES
 from accel_trainer.launch.machine import count_devices
 from accel_trainer.runtime.launchers import DEFAULT_PORT
 
@@ -280,17 +279,15 @@ def _ask_machines(interview: Interview, num_machines: int) -> None:
 
 
 def _ask_processes(interview: Interview, strategy: str, num_machines: int) -> None:
-    fewest = MIN_PROCESSES.get(strategy, 1)
-
     def fits(number: int) -> str | None:
-        if number < fewest:
-            return f"{fewest} or more for {strategy}"
+        if number < 1:
+            return "1 or more"
         return f"a multiple of the {num_machines} machines" if number % num_machines else None
 
     use_cpu = interview.content["use_cpu"]
     gpu_ids = "all" if use_cpu else interview.option("launch.gpu_ids", "Which GPUs, by number with commas?")
     devices = count_devices(use_cpu, gpu_ids)
-    default = max(fewest, devices or (1 if strategy == "auto" else 2)) * num_machines
+    default = (devices or (1 if strategy == "auto" else 2)) * num_machines
     interview.option("launch.num_processes", "How many processes, over all machines?", str(default), check=fits)
 
 

@@ -29,13 +29,13 @@ _WORKERS = """\
       template: *pod"""
 
 
-def run_scheduled(options: Options, words: Sequence[str]) -> int:
+def run_scheduled(options: Options) -> int:
     """Print a job for a scheduler, or hand it over, without a look for devices and files of other machines."""
     if options.slurm:  # the script may be in the image of a container only
         find_command(options, os.environ)
     resolved, _ = resolve_options(options, os.environ, None)
     text = job_text(options, resolved)
-    check_job(resolved, None, options, words)
+    check_job(resolved, None, options)
     if not options.submit or options.dry_run:
         print(text, end="")
         return 0

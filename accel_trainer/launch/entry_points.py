@@ -93,7 +93,7 @@ def launch_command(args: argparse.Namespace) -> None:
         CalledProcessError: the job failed; what it says is on stderr.
     """
     words = [*_words(args), "--", args.training_script, *args.training_script_args]
-    plan_job(parse_options(words, "accel-trainer launch"), os.environ, words)
+    plan_job(parse_options(words, "accel-trainer launch"), os.environ)
     _run("launch", words)
 
 
@@ -170,7 +170,7 @@ def run_explain(words: Sequence[str]) -> int:
     if outer is not None:
         print(f"note: {outer.describe()}")
     refuse_nesting(os.environ)
-    check_job(resolved, outer, options, words)
+    check_job(resolved, outer, options)
     return 0
 
 

@@ -18,7 +18,7 @@ from importlib.machinery import PathFinder
 
 from accel_trainer.config import LaunchConfig, Resolved, Source, SourceKind, read_file, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE, PRECISION_VARIABLE
-from accel_trainer.config.parallel import axis_sizes, check_fewest
+from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.config.validation import UNUSED_UNDER, show_plain
 from accel_trainer.errors import MISSING_TORCHAO, ConfigError
 from accel_trainer.launch.cli import load_command
@@ -45,8 +45,8 @@ _RANK_VARIABLES = (
 )  # fmt: skip
 # The strategies that a process without a group can run; the capabilities of any other cost an import of torch.
 _WITHOUT_GROUP = ("auto", "single")
-MIN_PROCESSES = {"ddp": 1, "fsdp2": 2}
-"""The fewest of strategies that check no configuration themselves: to ask them costs an import of torch, too."""
+UNBOUND = ("ddp", "fsdp2")
+"""Strategies for any number of processes that check no configuration: to ask them costs an import of torch, too."""
 _CHECKS = "accel_trainer.contrib.self_check"
 
 
@@ -74,11 +74,11 @@ def run_launch(words: Sequence[str]) -> int:
         return 0
     options = _read_and_print_notes(words, command)
     if options.slurm or options.kubernetes:
-        code: int = load_command("contrib.submission:run_scheduled")(options, words)
+        code: int = load_command("contrib.submission:run_scheduled")(options)
         return code
     if options.submit or options.image is not None:
         raise ConfigError("--submit and --image are for a job of --slurm or --kubernetes; add one of them")
-    job = plan_job(options, os.environ, words)
+    job = plan_job(options, os.environ)
     if not options.dry_run:
         return run_job(job)
     _print_job(job)
@@ -99,7 +99,7 @@ def run_test(words: Sequence[str]) -> int:
     if is_open and not count_devices(config.use_cpu, config.launch.gpu_ids):
         options.flags["launch.num_processes"] = 2 * config.launch.num_machines
     options.module, options.rest = True, (_CHECKS,)
-    return run_job(plan_job(options, os.environ, [*words, _CHECKS]))
+    return run_job(plan_job(options, os.environ))
 
 
 def read_options(words: Sequence[str], command: str, environ: Mapping[str, str]) -> Options:
@@ -138,13 +138,13 @@ def resolve_options(options: Options, environ: Mapping[str, str], outer: OuterJo
     return resolved, json.dumps({"config_file": file, "flags": options.flags, "spelled": options.spelled})
 
 
-def plan_job(options: Options, environ: Mapping[str, str], argv: Sequence[str] = ()) -> Job:
-    """Return the job that a command line asks for, checked; a message proposes a command made from `argv`."""
+def plan_job(options: Options, environ: Mapping[str, str]) -> Job:
+    """Return the job that a command line asks for, checked."""
     command = find_command(options, environ)
     refuse_nesting(environ)
     outer = find_outer_job(environ)
     resolved, launch_text = resolve_options(options, environ, outer)
-    hosts, num_processes = check_job(resolved, outer, options, argv)
+    hosts, num_processes = check_job(resolved, outer, options)
     is_rank = outer is not None and outer.rank is not None
     launch = resolved.config.launch
     needs_group = not is_rank and _needs_group(resolved, num_processes)
@@ -172,9 +172,7 @@ def _needs_group(resolved: Resolved, num_processes: int) -> bool:
     return not is_alone or bool(agent_options(resolved))
 
 
-def check_job(
-    resolved: Resolved, outer: OuterJob | None, options: Options, argv: Sequence[str] = ()
-) -> tuple[HostJob | None, int]:
+def check_job(resolved: Resolved, outer: OuterJob | None, options: Options) -> tuple[HostJob | None, int]:
     """Return the machines of a hostfile, if there is one, and the number of processes over all machines."""
     for section in ("fsdp", "deepspeed"):
         given = [path for path in options.flags if path.partition(".")[0] == section]
@@ -189,7 +187,7 @@ def check_job(
     num_processes = _num_processes(resolved) if hosts is None else hosts.num_processes
     if resolved.config.mixed_precision == "fp8" and importlib.util.find_spec("torchao") is None:
         raise ConfigError(f"{resolved.describe('mixed_precision')}: {MISSING_TORCHAO}")
-    _check_strategy(resolved, num_processes, options, argv)
+    _check_strategy(resolved, num_processes)
     _check_restarts(resolved)
     return hosts, num_processes
 
@@ -301,19 +299,7 @@ def _num_processes(resolved: Resolved) -> int:
     return config.launch.num_machines * max(1, count_devices(config.use_cpu, config.launch.gpu_ids))
 
 
-def _without_count(words: Sequence[str]) -> list[str]:
-    """Return options of a command line but the number of processes."""
-    kept, is_value = [], False
-    for word in words:
-        name, _, value = word.replace("_", "-").partition("=")
-        is_count = name == "--num-processes"
-        if not (is_count or is_value):
-            kept.append(word)
-        is_value = is_count and not value
-    return kept
-
-
-def _check_strategy(resolved: Resolved, num_processes: int, options: Options, argv: Sequence[str]) -> None:
+def _check_strategy(resolved: Resolved, num_processes: int) -> None:
     strategy = resolved.config.strategy
     source = resolved.source("launch.num_processes").where
     if not resolved.is_set("launch.num_processes"):
@@ -326,18 +312,11 @@ def _check_strategy(resolved: Resolved, num_processes: int, options: Options, ar
             "set strategy to auto, ddp or fsdp2, or num_processes to 1"
         )
     axis_sizes(resolved.config, resolved.describe, num_processes, resolved.config.launch.num_machines)
-    if strategy in _WITHOUT_GROUP:
+    if strategy in (*_WITHOUT_GROUP, *UNBOUND):
         return
-    fewest, most = _process_bounds(resolved, num_processes)
-    if num_processes < fewest:
-        before = argv[: len(argv) - len(options.rest)]
-        before = before[:-1] if before and before[-1] == "--" else before
-        words = ["accel-trainer", "launch", *_without_count(before), "--num_processes", str(fewest), *options.rest]
-        raise ConfigError(
-            f"{resolved.describe('strategy')} needs at least {fewest} processes, and this job has "
-            f"{num_processes} ({source}); launch it with:\n  {shlex.join(words)}\n"
-            "On a machine with fewer devices than that, add --cpu; or set strategy to single"
-        )
+    loaded = load_strategy(strategy)
+    loaded.check_config(resolved, num_processes)
+    most = loaded.capabilities.max_world_size
     if most is not None and num_processes > most:
         raise ConfigError(
             f"{resolved.describe('strategy')} runs at most {most} process(es), and this job has "
@@ -361,19 +340,8 @@ def _check_restarts(resolved: Resolved) -> None:
             f"{fewest} with {describe('launch.num_machines')}, each of which starts as many processes as the others: "
             "a job goes on with fewer on one machine alone; give num_processes one number"
         )
-    if resolved.config.strategy not in _WITHOUT_GROUP:
-        bound, _ = _process_bounds(resolved, launch.min_processes)
-        check_fewest(resolved.config, describe, bound)
-
-
-def _process_bounds(resolved: Resolved, num_processes: int) -> tuple[int, int | None]:
-    """Return the fewest and the most processes of a strategy, which finds nothing wrong with its configuration."""
-    strategy = resolved.config.strategy
-    if strategy in MIN_PROCESSES:
-        return MIN_PROCESSES[strategy], None
-    loaded = load_strategy(strategy)
-    loaded.check_config(resolved, num_processes)
-    return loaded.capabilities.min_world_size, loaded.capabilities.max_world_size
+    if resolved.config.strategy not in (*_WITHOUT_GROUP, *UNBOUND):
+        load_strategy(resolved.config.strategy).check_config(resolved, launch.min_processes)
 
 
 def worker_environment(

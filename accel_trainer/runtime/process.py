@@ -1,7 +1,7 @@
 """This process: its rank, its device, and the process group it belongs to.
 
 With `launch/`, the only reader of the environment. It is written here for libraries that can be told in no other way:
-`hidden_variable` hides one, and `fix_cublas_workspace` sets one.
+`hidden_variable` hides one, `fix_cublas_workspace` and `form_group` set one.
 """
 
 from __future__ import annotations
@@ -157,19 +157,18 @@ def _bound_device(device: torch.device, backend: str) -> torch.device | None:
 
 def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, timeout_seconds: float) -> None:
     address, port = info.main_address, info.main_port if info.main_port is not None else DEFAULT_PORT
-    if address is None and info.world_size == 1:
-        address, port = "127.0.0.1", 0  # it meets nobody
-    if address is None:
+    if address is None and info.world_size > 1:
         raise ProcessGroupError(
             f"{info.launcher} started rank {info.rank} of {info.world_size} and MASTER_ADDR is not set; "
             "set MASTER_ADDR to the address of rank 0's node"
         )
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        store = _loopback_store(info, address, port, timeout)
+        # One process meets nobody, and opens no port.
+        store = dist.HashStore() if address is None else _loopback_store(info, address, port, timeout)
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{bracket_ipv6(address)}:{port}" if store is None else None,
+            init_method=None if store is not None or address is None else f"tcp://{bracket_ipv6(address)}:{port}",
             store=store,
             rank=info.rank,
             world_size=info.world_size,
@@ -337,6 +336,21 @@ def init_process(
     start_watch(info.rank, info.world_size, hang, hosts_store=hosts_store, runs_ahead=runs_ahead)
     _current = ProcessContext(info.rank, info.local_rank, info.world_size, info.local_world_size, device, carrier)
     return _current
+
+
+def form_group(process: ProcessContext) -> ProcessContext:
+    """Return this process with a process group: one that has none makes one for itself alone.
+
+    For engines whose meshes and collectives need one. It is left as any other, at the end of the script at the latest.
+    """
+    global _current
+    if process.backend is None:
+        info = LaunchInfo("accel_trainer", 0, 0, 1, 1, None, None)
+        _init_process_group(info, process.device, _select_backend(process.device), _DEFAULT_TIMEOUT_SECONDS)
+        # DeepSpeed 0.19.8 reads it in four places (runtime/engine.py:1966, for one), wherever the group comes from.
+        os.environ.setdefault("LOCAL_RANK", "0")
+        _current = process = replace(process, backend=_backends()[process.device.type])
+    return process
 
 
 def _leave_interrupts_to_launcher(environ: Mapping[str, str]) -> None:

@@ -55,8 +55,6 @@ WrapPolicyFunction = Callable[[nn.Module], bool]
 class Capabilities:
     """Facts about a strategy, asked by validation; a branch on one of them is not a branch on an engine."""
 
-    min_world_size: int = 1
-    """Fewer processes are refused: the strategy would be without effect."""
     max_world_size: int | None = None
     """More processes than this would each train alone; None means no bound."""
     deferred_sync: bool = True

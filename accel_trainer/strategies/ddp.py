@@ -154,7 +154,7 @@ class DDPStrategy(BaseStrategy):
     """Replicas with averaged gradients, on any device."""
 
     name: ClassVar[str] = "ddp"
-    capabilities: ClassVar[Capabilities] = Capabilities(min_world_size=1, distributed_type="MULTI")
+    capabilities: ClassVar[Capabilities] = Capabilities(distributed_type="MULTI")
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a model without values, optimizers of something else, and a hook that the device cannot run."""

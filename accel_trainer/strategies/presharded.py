@@ -146,7 +146,7 @@ class PreshardedStrategy(BaseStrategy):
 
     name: ClassVar[str] = "presharded"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        min_world_size=2, shards_parameters=True, distributed_type="FSDP"
+        shards_parameters=True, distributed_type="FSDP"
     )
 
     def __init__(self, sharded: Any) -> None:

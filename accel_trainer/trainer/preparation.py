@@ -313,7 +313,7 @@ def load_model(model: Any, args: TrainingArguments) -> nn.Module | None:
             "load the model with the class you want, and pass it"
         )
     empty = None
-    if loads_after_sharding(args, args.resolved):
+    if loads_after_sharding(args.resolved):
         empty = _build_empty(model_class, config, Path(model))
     loaded: nn.Module = model_class.from_pretrained(model) if empty is None else empty
     return loaded

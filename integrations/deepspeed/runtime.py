@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.runtime.availability import is_deepspeed_available
-from accel_trainer.runtime.process import ProcessContext, read_environment
+from accel_trainer.runtime.process import ProcessContext, form_group, read_environment
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,6 +59,7 @@ def import_deepspeed() -> Any:
 def start_engine(process: ProcessContext, engine_config: Mapping[str, Any]) -> Any:
     """Bring DeepSpeed up in the job's group before models are built in pieces; return it. Collective at first."""
     deepspeed = import_deepspeed()
+    process = form_group(process)
     check_can_start(process, engine_config)
     join_engine_group(deepspeed, process)
     return deepspeed
@@ -67,12 +68,6 @@ def start_engine(process: ProcessContext, engine_config: Mapping[str, Any]) -> A
 def check_can_start(process: ProcessContext, engine_config: Mapping[str, Any]) -> None:
     """Refuse a job that the engine cannot start, before anything collective."""
     environ = read_environment()
-    if process.backend is None:
-        raise ConfigError(
-            "strategy 'deepspeed' was asked for in a process that no launcher started, and its engine needs a process "
-            "group, of one process too; start the script with `accel-trainer launch --num_processes 1 --use_deepspeed "
-            "SCRIPT`, or with `torchrun --nproc_per_node 1 SCRIPT`"
-        )
     if "LOCAL_RANK" not in environ:
         raise ConfigError(
             "strategy 'deepspeed': the engine reads LOCAL_RANK from the environment, and the launcher of this job has "

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from tests.conformance.models import (
 from tests.conformance.models import train as train_several
 from tests.loops import take_update
 from tests.ranks import preload, run_ranks
+from tests.stand_in import ALONE
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator", "deepspeed")
 
@@ -48,6 +49,8 @@ class Layout:
     """The models that are trained by it."""
     axes: Mapping[str, int] = field(default_factory=dict)
     """Of the mesh on which a parameter lies."""
+    env: Mapping[str, None] = field(default_factory=dict)
+    """What a launcher sets, and none has for this one."""
 
     def accelerator(self, **options: Any) -> Any:
         """Make an Accelerator on this rank."""
@@ -70,6 +73,8 @@ def mesh(kinds: str, axes: dict[str, int], **sizes: int) -> Layout:
 
 LAYOUTS = {
     "single": Layout("single", 1),
+    "fsdp2_alone": Layout("fsdp2", 1, kinds=("mlp", "gpt2"), axes={"shard": 1}, env=ALONE),
+    "zero3_alone": replace(zero(3), world_size=1, kinds=("mlp",), env=ALONE),
     "ddp": Layout("ddp"),
     "fsdp2": Layout("fsdp2", axes={"shard": 2}),
     "hsdp": mesh("mlp", {"replicate": 2, "shard": 2}, dp_replicate_size=2),
@@ -188,7 +193,8 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results_of(layout: str, kind: str, states: Path) -> list[dict[str, dict[str, Any]]]:
     """Return the results of `run_all` by rank; the state of the interrupted run is in `states`."""
     directory = str(states / f"{layout}-{kind}")
-    return run_ranks(run_all, LAYOUTS[layout].world_size, kind, layout, directory, timeout=150)
+    env, world_size = LAYOUTS[layout].env, LAYOUTS[layout].world_size
+    return run_ranks(run_all, world_size, kind, layout, directory, env=env, timeout=150)
 
 
 def is_tied_after_a_step(kind: str, layout: str) -> bool:
@@ -293,10 +299,10 @@ def test_a_layout_tells_all_parameters_and_those_of_the_rank(layout: str, kind: 
         assert result["clipped"]["layout"].num_trainable == sum(sizes.values())
         assert result["frozen"]["layout"].num_trainable == num_trained
     local = [result["clipped"]["layout"].num_local for result in results]
-    if layout == "fsdp2" or "zero3" in layout:  # the latter fills each partition up
+    if layout in ("fsdp2", "zero3", "zero3_offload"):  # the latter fills each partition up
         assert sum(sizes.values()) <= sum(local) < sum(sizes.values()) + 2 * len(sizes)
         assert max(local) < sum(sizes.values())
-    elif LAYOUTS[layout].axes:
+    elif LAYOUTS[layout].axes and LAYOUTS[layout].world_size > 1:
         assert max(local) < 0.7 * sum(sizes.values())  # what tensor parallelism does not shard is on each of its ranks
     else:
         assert set(local) == {sum(sizes.values())}
@@ -335,7 +341,7 @@ def test_fsdp2_shards_for_real(kind: str, states: Path):
 EXCHANGED: dict[str, list[tuple[str, str]]] = {
     "ddp": [("mlp", "fsdp2"), ("gpt2", "fsdp2")],
     "fsdp2": [
-        *((kind, saved) for kind in ("mlp", "gpt2") for saved in ("ddp", "single", "zero2")),
+        *((kind, saved) for kind in ("mlp", "gpt2") for saved in ("ddp", "single", "zero2", "fsdp2_alone")),
         ("llama", "tp_shards"),
         ("mixtral", "ep"),
         ("llama", "sp_shards"),
@@ -351,7 +357,9 @@ EXCHANGED: dict[str, list[tuple[str, str]]] = {
         ("mixtral", "sp_ep"),
     ],
     "zero1": [("mlp", "ddp"), ("gpt2", "ddp")],
-    "zero3": [("mlp", "single"), ("gpt2", "single")],
+    "zero3": [("mlp", "single"), ("gpt2", "single"), ("mlp", "zero3_alone")],
+    "fsdp2_alone": [("mlp", "fsdp2"), ("mlp", "hsdp"), ("llama", "tp_shards")],
+    "zero3_alone": [("mlp", "zero3")],
     "hsdp": [("mlp", "tp")],
     "tp": [("mlp", "hsdp"), ("mlp", "tp_replicas"), ("llama", "fsdp2")],
     "tp_shards": [("llama", "single"), ("llama", "tp"), ("llama", "sp_tp")],
@@ -380,7 +388,8 @@ def continued_on(layout: str, states: Path) -> dict[tuple[str, str], dict[str, A
     ]
     for kind, saved in cases:
         results_of(saved, kind, states)
-    return run_ranks(run_continued, LAYOUTS[layout].world_size, layout, cases, str(states), timeout=150)[0]
+    env, world_size = LAYOUTS[layout].env, LAYOUTS[layout].world_size
+    return run_ranks(run_continued, world_size, layout, cases, str(states), env=env, timeout=150)[0]
 
 
 def run_continued(layout: str, cases: list[tuple[str, str]], states: str) -> dict[tuple[str, str], dict[str, Any]]:

@@ -55,10 +55,10 @@ def test_commands_show_their_flags_without_importing_torch(command: str) -> None
     assert "torch" not in imported
 
 
-def test_a_job_of_one_process_under_fsdp_is_refused_without_importing_torch() -> None:
-    done, imported = run_alone("launch", "--cpu", "--use_fsdp", __file__)
+def test_replicas_of_one_process_under_fsdp_are_refused_without_importing_torch() -> None:
+    done, imported = run_alone("launch", "--cpu", "--fsdp_sharding_strategy", "HYBRID_SHARD", "--use_fsdp", __file__)
     assert done.returncode == 2
-    assert "needs at least 2 processes" in done.stderr
+    assert "this job has one process; start more, or shard in full" in done.stderr
     assert "torch" not in imported
 
 
@@ -145,8 +145,8 @@ def test_explain_shows_the_remarks_on_a_file(tmp_path: Path, capsys: pytest.Capt
     ("words", "message"),
     [
         (
-            ["--use_fsdp", "--cpu"],
-            "strategy=fsdp2 .* needs at least 2 processes, and this job has 1 .num_processes is .*--cpu leaves 0",
+            ["--use_fsdp", "--cpu", "--fsdp_replicate_per_node"],
+            ".*a replica on each node, and this job has one process",
         ),
         (["--fsdp_wrap_classes", "A"], "--fsdp_wrap_classes: without effect with strategy=auto"),
         (["--strategy", "single", "--num_processes", "2"], "strategy=single .* is one process, and 2 were asked for"),

@@ -14,7 +14,7 @@ import pytest
 from accel_trainer.config import resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.config_file import default_config_path
-from accel_trainer.launch.job import MIN_PROCESSES, Job, plan_job, read_options, run_job
+from accel_trainer.launch.job import UNBOUND, Job, plan_job, read_options, run_job
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.strategies.api import BaseStrategy
@@ -29,7 +29,7 @@ def script(tmp_path: Path) -> str:
 
 def plan(tmp_path: Path, *words: str, **environ: str) -> Job:
     variables = {"HF_HOME": str(tmp_path), **environ}
-    return plan_job(read_options(words, "accel-trainer launch", variables), variables, words)
+    return plan_job(read_options(words, "accel-trainer launch", variables), variables)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,6 @@ def test_fewer_processes_after_restarts_are_a_range_in_flags_files_and_variables
             "--num_processes 1:2 --max_restarts 1 --num_machines 2 --main_process_ip 10.0.0.1 --rdzv_backend c10d",
             "a job goes on with fewer on one machine alone",
         ),
-        ("--num_processes 1:2 --max_restarts 1 --use_fsdp", "needs at least 2 processes.*write num_processes as 2:2"),
         ("--num_processes 1:2 --max_restarts 1 --use_deepspeed", "batch sizes are for one number of processes"),
         ("--num_processes 1:2 --max_restarts 1 --parallel_tp_size 2", "tp_size"),
     ],
@@ -247,25 +246,9 @@ def test_gpus_that_are_not_there_are_refused(
         run_job(job)
 
 
-@pytest.mark.parametrize(
-    ("words", "source", "proposed"),
-    [
-        ("--config_file FILE", "num_processes is not set.*", "--config_file FILE"),
-        ("--num_processes 1 --config_file FILE", "--num_processes", "--config_file FILE"),
-        ("--num-processes=1 --config_file FILE", "--num_processes", "--config_file FILE"),
-        ("--cpu --use_fsdp --num_processes 1 --", "--num_processes", "--cpu --use_fsdp"),
-    ],
-)
-def test_fsdp_on_one_process_is_refused_with_the_command_to_use(
-    tmp_path: Path, script: str, words: str, source: str, proposed: str
-) -> None:
-    (tmp_path / "fsdp.yaml").write_text("strategy: fsdp2\nuse_cpu: true\n")
-    file = str(tmp_path / "fsdp.yaml")
-    message = rf"strategy=fsdp2 \(.*\) needs at least 2 processes, and this job has 1 \({source}\)"
-    with pytest.raises(ConfigError, match=message) as caught:
-        plan(tmp_path, *words.replace("FILE", file).split(), script, "--lr", "1 e")
-    expected = f"launch {proposed.replace('FILE', file)} --num_processes 2 {script} --lr '1 e'"
-    assert expected in str(caught.value)
+def test_fsdp_on_one_process_is_started_with_a_group(tmp_path: Path, script: str) -> None:
+    job = plan(tmp_path, "--cpu", "--use_fsdp", script)
+    assert (job.num_local_processes, job.needs_group) == (1, True)
 
 
 def test_a_missing_script_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,9 +323,8 @@ def test_a_module_that_does_not_exist_starts_none(tmp_path: Path, monkeypatch: p
             plan(tmp_path, "--cpu", "-m", name)
 
 
-@pytest.mark.parametrize("strategy", MIN_PROCESSES)
+@pytest.mark.parametrize("strategy", UNBOUND)
 def test_what_the_launcher_knows_without_torch_is_what_the_strategies_say(strategy: str) -> None:
     loaded = load_strategy(strategy)
-    assert loaded.capabilities.min_world_size == MIN_PROCESSES[strategy]
     assert loaded.capabilities.max_world_size is None
     assert type(loaded).check_config is BaseStrategy.check_config  # and has nothing to check

@@ -52,7 +52,7 @@ def test_there_is_one_process_for_each_chip(tmp_path: Path, capsys: pytest.Captu
         "set, as torch.tpu.distributed.set_tpu_launch_env(nnodes=1, nproc_per_node=2) finds them"
     ) in out
     words = ["--cpu", str(script)]
-    assert plan_job(read_options(words, "accel-trainer launch", {}), {}, words).num_local_processes == 1
+    assert plan_job(read_options(words, "accel-trainer launch", {}), {}).num_local_processes == 1
 
 
 @pytest.mark.usefixtures("chips")

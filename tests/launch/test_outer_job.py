@@ -64,7 +64,7 @@ def script(tmp_path: Path) -> str:
 
 def plan(tmp_path: Path, words: list[str], environ: dict[str, str]) -> Job:
     variables = {"HF_HOME": str(tmp_path), **environ}
-    return plan_job(read_options(words, "accel-trainer launch", variables), variables, words)
+    return plan_job(read_options(words, "accel-trainer launch", variables), variables)
 
 
 @pytest.mark.parametrize(

@@ -305,11 +305,6 @@ def test_all_conflicts_with_the_arguments_are_named_at_once(tmp_path):
     assert "gradient_accumulation_steps" in message
 
 
-def test_a_process_without_a_launcher_is_told_how_to_start(tmp_path):
-    with pytest.raises(ConfigError, match="in a process that no launcher started"):
-        arguments(tmp_path, deepspeed=STAGE_2)
-
-
 def test_without_deepspeed_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 

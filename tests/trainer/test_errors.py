@@ -101,10 +101,13 @@ def test_counts_below_one(tmp_path, name, value):
     ("options", "message"),
     [
         ({"fp16": True}, r"fp16 was asked for on the CPU.*use 'bf16' or 'no'"),
-        ({"strategy": "fsdp"}, r"needs at least 2 processes and this job has 1.*accel-trainer launch --num_proc"),
+        (
+            {"fsdp": "hybrid_shard", "fsdp_config": {}},
+            r"a replica on each node, and this job has one process; start more, or shard in full",
+        ),
     ],
 )
-def test_fp16_on_the_cpu_and_shards_of_one_process(tmp_path, options: dict[str, Any], message: str):
+def test_fp16_on_the_cpu_and_replicas_of_one_process(tmp_path, options: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         build_trainer(tmp_path, **options)
 

@@ -11,6 +11,7 @@ import transformers
 
 from tests.attention_kernels import register_attention_kernels
 from tests.ranks import RankFailure, preload, run_ranks
+from tests.stand_in import ALONE
 
 pytestmark = pytest.mark.beside_accelerate
 
@@ -46,7 +47,7 @@ def run(directory: str, batch: int, sizes: Any, resume: str | None = None, **opt
     args = TrainingArguments(
         directory, use_cpu=True, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, max_steps=4,
         gradient_accumulation_steps=2, learning_rate=1e-2, max_grad_norm=0.5, logging_steps=1, save_steps=2,
-        report_to=[], disable_tqdm=True, seed=3, parallelism_config=sizes, include_num_input_tokens_seen="all",
+        report_to=[], disable_tqdm=True, seed=3, parallelism_config=sizes or None, include_num_input_tokens_seen="all",
         **options,
     )  # fmt: skip
     trainer = Trainer(model=build(), args=args, train_dataset=samples(), eval_dataset=samples()[:7])
@@ -78,6 +79,7 @@ LAYOUTS = {
     "tp": {"tp_size": 2, "loss_parallel": True},
     "tp x shards": {"tp_size": 2, "dp_shard_size": 2},
     "sp": {"sp_size": 2},
+    "one process": {},
 }
 
 
@@ -90,13 +92,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_on_a_mesh_is_that_of_one_process(name: str, alone: tuple[dict[str, Any], str], tmp_path: Path):
     expected, directory = alone
-    world_size = 2 * LAYOUTS[name].get("dp_shard_size", 1)
+    world_size = (2 if LAYOUTS[name] else 1) * LAYOUTS[name].get("dp_shard_size", 1)
+    options: dict[str, Any] = {} if LAYOUTS[name] else {"fsdp": "full_shard", "fsdp_config": {}, "env": ALONE}
     resume = f"{directory}/checkpoint-2"
     if "sp_size" in LAYOUTS[name] and "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:  # 5.17
         with pytest.raises(RankFailure, match="multiplies losses by the number of processes, also of those that share"):
             run_ranks(both, world_size, str(tmp_path / "run"), LAYOUTS[name], resume, timeout=150)
         return
-    for trained, resumed in run_ranks(both, world_size, str(tmp_path / "run"), LAYOUTS[name], resume, timeout=150):
+    runs = run_ranks(both, world_size, str(tmp_path / "run"), LAYOUTS[name], resume, timeout=150, **options)
+    for trained, resumed in runs:
         for found in (trained, resumed):
             assert (found["tokens"], found["batch"]) == (expected["tokens"], expected["batch"])
             assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-5)

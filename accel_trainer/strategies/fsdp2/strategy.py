@@ -30,7 +30,7 @@ from accel_trainer.checkpoint.weights.weight_files import USERS_CLASS
 from accel_trainer.config import CompileConfig, FSDPConfig, Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast, apply_float8, keep_scales
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.process import ProcessContext, form_group
 from accel_trainer.runtime.torch_private import tree_leaves
 from accel_trainer.runtime.transport import backend_takes_cpu
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
@@ -153,12 +153,15 @@ class FSDP2Strategy(BaseStrategy):
     """Shards parameters, gradients and optimizer state."""
 
     name: ClassVar[str] = "fsdp2"
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        min_world_size=2, shards_parameters=True, distributed_type="FSDP"
-    )
+    capabilities: ClassVar[Capabilities] = Capabilities(shards_parameters=True, distributed_type="FSDP")
 
     def __init__(self) -> None:
         self._meshes = Meshes()
+
+    def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
+        """Have a process group, on which meshes are. On one process a mesh of one runs all that several would."""
+        form_group(process)
+        return resolved
 
     def readers(self, resolved: Resolved, process: ProcessContext) -> ProcessContext:
         """Return this process among the ranks along the dp axes. Collective: a mesh with other axes is created."""

@@ -285,7 +285,7 @@ def _copy_from_rank_zero(target: Tensor, source: Tensor | None) -> None:
     """Fill `target`, unsharded or a DTensor, with rank 0's full tensor. Collective on several ranks."""
     if world_size() == 1:
         assert source is not None
-        target.copy_(source)
+        local_tensor(target).copy_(source)  # the only shard
         return
     full = torch.empty(target.shape, dtype=target.dtype, device=target.device)
     if source is not None:

@@ -81,10 +81,10 @@ def _readable_again(fsdp_config: FSDPConfigSource) -> FSDPConfigSource:
     return {"distributed_type": "FSDP", "mixed_precision": fsdp_config["mixed_precision"], "fsdp_config": rest}
 
 
-def loads_after_sharding(args: TrainingArguments, resolved: Resolved) -> bool:
+def loads_after_sharding(resolved: Resolved) -> bool:
     """Whether a model that is given by its path is built without values, and each rank loads those of its shards."""
     config = resolved.config
-    return bool(config.strategy == "fsdp2" and args.world_size > 1 and config.fsdp.cpu_ram_efficient_loading)
+    return config.strategy == "fsdp2" and config.fsdp.cpu_ram_efficient_loading
 
 
 def recomputes_activations(args: TrainingArguments) -> bool:

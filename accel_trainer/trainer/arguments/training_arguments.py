@@ -320,7 +320,8 @@ class TrainingArguments(transformers.TrainingArguments):
     def parallel_mode(self) -> ParallelMode:
         """Whether this process belongs to a process group."""
         has_group = self.distributed_state is not None and self.distributed_state.backend is not None
-        return ParallelMode.DISTRIBUTED if has_group else ParallelMode.NOT_PARALLEL
+        # One process makes a group for FSDP later, and upstream refuses FSDP where nothing is distributed.
+        return ParallelMode.DISTRIBUTED if has_group or self.fsdp else ParallelMode.NOT_PARALLEL
 
     def whole_models(self) -> contextlib.AbstractContextManager[None]:
         """Context for ranks that build full models alone: under ZeRO-3, all build their shards together otherwise."""
