@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.weights.adapters import adapter_folders, gather_adapters, unsharded_prompts
@@ -17,6 +19,7 @@ from accel_trainer.checkpoint.weights.weight_files import full_state_dicts, gath
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.runtime.torch_private import tree_leaves
 from accel_trainer.strategies.api import CheckpointIO
 
 
@@ -40,6 +43,39 @@ def refuse_merges(model: nn.Module) -> None:
     if adapter_folders(model):
         for name in ("merge_and_unload", "merge_adapter"):
             setattr(model, name, refuse)
+
+
+def refuse_copies(model: nn.Module) -> None:
+    """Refuse copying and pickling of a sharded model with a way out: of ZeRO-3, a copy would have empty parameters."""
+
+    def refuse(*args: Any) -> Any:
+        raise ConfigError(
+            f"{type(model).__name__} is sharded, and its shards cannot be copied or pickled; copy the model before "
+            "prepare() and prepare the copy too, or take the whole weights: accelerator.get_state_dict() on all ranks"
+        )
+
+    model.__deepcopy__ = refuse  # type: ignore[assignment]
+    model.__reduce_ex__ = refuse  # type: ignore[method-assign]
+
+
+def refuse_second_backward(model: nn.Module, why: str) -> RemovableHandle:
+    """Refuse a backward that is to be differentiated itself (`create_graph=True`); `why` its graph is of no use."""
+
+    def refuse(gradient: Tensor) -> None:
+        # Grad mode is on within a backward with create_graph=True, and off in any other.
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                f"a backward of {type(model).__name__} with create_graph=True, for a gradient penalty for instance: "
+                f"{why} in it, and what it leaves cannot be differentiated again; use strategy 'ddp', or take the "
+                "penalty by finite differences"
+            )
+
+    def follow(module: nn.Module, args: Any, output: Any) -> None:
+        for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(refuse)
+
+    return model.register_forward_hook(follow)
 
 
 class SavePretrained:

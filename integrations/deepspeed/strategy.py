@@ -27,7 +27,12 @@ from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states, share_buffers_in_evaluation
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.optimizers import OptimizerPlaceholder, check_kind
-from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
+from accel_trainer.strategies.own_methods import (
+    gather_in_save_pretrained,
+    refuse_copies,
+    refuse_merges,
+    refuse_second_backward,
+)
 from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place, require_values
 
@@ -185,6 +190,7 @@ class DeepSpeedStrategy(BaseStrategy):
             placeholder.adopt(engine.basic_optimizer)
         share_buffers_in_evaluation(engine, job.model, process.device)
         hooks = _cast_around(job.model, config, job.config)
+        hooks.append(refuse_second_backward(job.model, "DeepSpeed's engine takes the gradients away"))
         apply_compile(job.model, job.config.compile, job.compile_options)
         compared_over = process if job.config.debug else None
         unit = DeepSpeedUnit(engine, job.optimizers, groups, hooks, compared_over)
@@ -198,6 +204,7 @@ def _adapt_own_methods(unit: DeepSpeedUnit, config: EngineConfig, process: Proce
         _forget_unused_conversions(unit.module)
         gather_in_save_pretrained(unit.module, process, unit.checkpoint_io)
         refuse_merges(unit.module)
+        refuse_copies(unit.module)
     elif adapter_folders(unit.module):
         gather_in_save_pretrained(unit.module, process, None)
 

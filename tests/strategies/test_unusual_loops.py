@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -125,6 +126,23 @@ def prepare_lbfgs(accelerator: Any, model: Any, optimizer: Any) -> None:
     accelerator.prepare(another, torch.optim.LBFGS(another.parameters()))
 
 
+def prepare_muon(accelerator: Any, model: Any, optimizer: Any) -> None:
+    another = nn.Linear(4, 1, bias=False)
+    accelerator.prepare(another, torch.optim.Muon(another.parameters()))
+
+
+def penalise_gradients(accelerator: Any, model: Any, optimizer: Any) -> None:
+    rows = own_rows(accelerator, 0).requires_grad_()
+    if accelerator.strategy.name == "fsdp2":  # What makes no graph is as it was: a step towards the worst input, say.
+        (worst,) = torch.autograd.grad(model(rows).sum(), rows)
+        accelerator.backward(model(rows + worst.sign()).square().mean())
+    torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
+
+
+def copy_model(accelerator: Any, model: Any, optimizer: Any) -> None:
+    copy.deepcopy(accelerator.unwrap_model(model))
+
+
 @pytest.mark.parametrize(
     ("strategy", "loop", "message"),
     [
@@ -135,10 +153,19 @@ def prepare_lbfgs(accelerator: Any, model: Any, optimizer: Any) -> None:
         ),
         ("ddp", step_backward_twice, "backward() was called a second time after one forward of Sequential, and DDP"),
         ("fsdp2", prepare_lbfgs, "torch.optim.lbfgs.LBFGS cannot train with strategy 'fsdp2': its directions come of"),
+        (
+            "fsdp2",
+            prepare_muon,
+            "torch.optim.Muon cannot train with strategy 'fsdp2': a matrix of shape (1, 4) has",
+        ),
+        ("fsdp2", penalise_gradients, "a backward of FSDPSequential with create_graph=True, for a gradient penalty"),
+        pytest.param("zero2", penalise_gradients, "a backward of Sequential with create_graph", marks=needs_deepspeed),
+        pytest.param("zero3", copy_model, "Sequential is sharded, and its shards cannot be", marks=needs_deepspeed),
         pytest.param("zero2", unfreeze, "'0.weight' of Sequential was frozen when the model", marks=needs_deepspeed),
         pytest.param("zero2", add_a_group, "AdamW is in an engine, which trains the parameters", marks=needs_deepspeed),
         pytest.param("zero2", add_losses_of_two, "backward() was called with a loss of 2", marks=needs_deepspeed),
     ],
 )
 def test_what_an_engine_would_train_otherwise_is_refused(strategy: str, loop: Any, message: str) -> None:
-    assert all(said.startswith(message) for said in run_ranks(refusal, 2, strategy, loop))
+    found = run_ranks(refusal, 2, strategy, loop)
+    assert all(said.startswith(message) for said in found), found

@@ -48,7 +48,6 @@ from accel_trainer.strategies.fsdp2.unit import (
     check_optimizer_can_shard,
     check_optimizer_is_new,
     exchange_full_state,
-    refuse_copies,
 )
 from accel_trainer.strategies.fsdp2.wrapping import (
     OuterUnits,
@@ -57,7 +56,8 @@ from accel_trainer.strategies.fsdp2.wrapping import (
     units_below_root,
     warn_of_one_unit,
 )
-from accel_trainer.strategies.parallel.meshes import Meshes
+from accel_trainer.strategies.own_methods import refuse_copies, refuse_second_backward
+from accel_trainer.strategies.parallel.meshes import Meshes, sizes_of
 from accel_trainer.strategies.parallel.sequence_parallel import shard_sequences
 from accel_trainer.strategies.parallel.tensor_parallel import draw_apart, shard_layers, shard_loss
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place
@@ -278,6 +278,7 @@ class FSDP2Strategy(BaseStrategy):
             unit.register_forward_hook(reshard_after_inference)
         _gather_outer_units(model, outer)
         model.register_forward_hook(check_output_is_seen)
+        refuse_second_backward(model, "FSDP2 gives the gathered weights back")
         # transformers' generate() reads it, and goes on while any rank has tokens to make: a forward is collective.
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
         gather_in_generate(model)
@@ -309,7 +310,8 @@ def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -
             f"no tensors of the CPU; initialise it with 'cpu:gloo,{joined}'"
         )
     for optimizer in job.optimizers:
-        check_optimizer_can_shard(optimizer, in_parts=max(parallel.tp_size, parallel.ep_size) > 1)
+        in_parts = max(parallel.tp_size, parallel.ep_size) > 1
+        check_optimizer_can_shard(optimizer, in_parts=in_parts, num_shards=sizes_of(job, process).num_shards)
     if not isinstance(job.model, FSDPModule):
         selection = select_modules(job, precision, process)
         for optimizer in job.optimizers:

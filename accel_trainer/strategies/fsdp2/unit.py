@@ -109,7 +109,12 @@ class FSDP2Unit(NativeUnit):
 
     def bind_optimizer(self, optimizer: Optimizer) -> None:
         """Take the optimizer; one built before sharding, and new, is pointed to the sharded parameters by name."""
-        check_optimizer_can_shard(optimizer, in_parts=any(map(_is_in_parts, self.module.parameters())))
+        parameters = list(self.module.parameters())
+        check_optimizer_can_shard(
+            optimizer,
+            in_parts=any(map(_is_in_parts, parameters)),
+            num_shards=max(map(_num_shards, parameters), default=1),
+        )
         # fully_shard has replaced every Parameter object. An optimizer that was built before goes on updating the
         # unsharded ones, which no forward reads, without any error: it is pointed to the shards by name.
         known = self.known_parameters()
@@ -151,11 +156,18 @@ _UNSUPPORTED_ON_CPU = {
 }
 
 
-def check_optimizer_can_shard(optimizer: Optimizer, *, in_parts: bool) -> None:
+def check_optimizer_can_shard(optimizer: Optimizer, *, in_parts: bool, num_shards: int) -> None:
     """Refuse a kind of optimizer that cannot update shards, or those of ranks that compute `in_parts`."""
     unsupported = _UNSUPPORTED | _UNSUPPORTED_IN_PARTS if in_parts else _UNSUPPORTED
     if all(parameter.device.type == "cpu" for parameter in parameters_of(optimizer)):
         unsupported = unsupported | _UNSUPPORTED_ON_CPU
+    # Some ranks would have no row: torch 2.13 cannot add its update to the shards ("placement changes").
+    if few := [p.shape for p in parameters_of(optimizer) if p.ndim == 2 and p.shape[0] < num_shards]:
+        reason = (
+            f"a matrix of shape {tuple(few[0])} has fewer rows than the {num_shards} ranks that share it; leave it to "
+            "AdamW, or use strategy 'ddp'"
+        )
+        unsupported = unsupported | {"torch.Muon": reason}
     check_kind(optimizer, unsupported, "fsdp2")
 
 
@@ -296,24 +308,18 @@ def _groups_of_readers(mesh: DeviceMesh | None) -> list[dist.ProcessGroup | None
     return [mesh.get_group(name) for name in names if name not in _PARTS]
 
 
+def _num_shards(parameter: Tensor) -> int:
+    if not isinstance(parameter, DTensor):
+        return 1
+    axes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in axes if placement.is_shard())
+
+
 def _is_in_parts(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and not _PARTS.isdisjoint(parameter.device_mesh.mesh_dim_names or ())
 
 
 # --- the model's own methods ----------------------------------------------------------------------------------------
-
-
-def refuse_copies(model: nn.Module) -> None:
-    """Refuse copying and pickling of a sharded model with a way out; torch's own message is about its classes."""
-
-    def refuse(*args: Any) -> Any:
-        raise ConfigError(
-            f"{type(model).__name__} is sharded, and its shards cannot be copied or pickled; copy the model before "
-            "prepare() and prepare the copy too, or take the whole weights: accelerator.get_state_dict() on all ranks"
-        )
-
-    model.__deepcopy__ = refuse  # type: ignore[assignment]
-    model.__reduce_ex__ = refuse  # type: ignore[method-assign]
 
 
 def exchange_full_state(model: nn.Module, process: ProcessContext) -> None:
