@@ -414,7 +414,9 @@ class ModelPreparation:
             self._adopt(trainer, model)
             return model, round(time.time() - start_time, 4)
         # Statistics of batch norm are of each rank's own last batch: without this, ranks evaluate other models.
-        if accelerator.num_processes > 1 and not accelerator.unit_of(trainer.model).keeps_buffers_apart:
+        # A sharded model sends them by itself.
+        keeps_apart = trainer.is_sharded or accelerator.unit_of(trainer.model).keeps_buffers_apart
+        if accelerator.num_processes > 1 and not keeps_apart:
             broadcast_buffers(trainer.model, accelerator.device)
         # An engine, in training too: it computes in its own dtype, and gathers the parameters that it has sharded.
         return (trainer.model_wrapped if trainer.is_sharded else model), None

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import default_data_collator
 
 from accel_trainer import Accelerator
@@ -135,6 +136,28 @@ def evaluate_normed(folder: str, strategy: str) -> tuple[float, float]:
     saved.load_state_dict(state, strict=trainer.is_world_process_zero())  # the only one that has all of it
     with torch.no_grad():
         return loss, saved(**default_data_collator(points(EVAL_SAMPLES)))["loss"].item()
+
+
+def count_broadcasts(folder: str, strategy: str) -> int:
+    """Return how many broadcasts an evaluation after training makes."""
+    options = {**strategy_arguments(strategy), "max_steps": 2, "dataloader_drop_last": True}
+    trainer = Trainer(Normed(), arguments(folder, **options), train_dataset=points(16), eval_dataset=points(8))
+    trainer.train()
+    sent, broadcast = [], dist.broadcast
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        sent.append(args[0].shape)
+        return broadcast(*args, **kwargs)
+
+    dist.broadcast = count
+    trainer.evaluate()
+    return len(sent)
+
+
+@pytest.mark.multirank
+def test_buffers_are_sent_once_before_an_evaluation(tmp_path):
+    # Statistics of a batch norm, and their number of batches: one bucket for each dtype.
+    assert run_ranks(count_broadcasts, 2, str(tmp_path), "fsdp") == [2, 2]
 
 
 def run_on_two(folder: str) -> dict[Any, Any]:
