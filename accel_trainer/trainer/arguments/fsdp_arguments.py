@@ -87,6 +87,11 @@ def loads_after_sharding(resolved: Resolved) -> bool:
     return config.strategy == "fsdp2" and config.fsdp.cpu_ram_efficient_loading
 
 
+def forms_group_later(args: TrainingArguments) -> bool:
+    """Whether one process will have a group of its own; upstream refuses FSDP where nothing is distributed."""
+    return bool(args.fsdp)
+
+
 def recomputes_activations(args: TrainingArguments) -> bool:
     """Whether activations are recomputed in the backward; transformers 5.17 has only the older name for it."""
     return bool(getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", None))

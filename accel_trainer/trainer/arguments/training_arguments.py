@@ -38,7 +38,7 @@ from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.runtime.process import find_process, hidden_variable, init_process, read_environment
 from accel_trainer.tracking import mask_secrets, redact
 from accel_trainer.trainer.arguments.deepspeed_arguments import deepspeed_options, start_engine, unsharded_models
-from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, resolve_arguments
+from accel_trainer.trainer.arguments.fsdp_arguments import fill_fsdp_fields, forms_group_later, resolve_arguments
 
 logger = logging.get_logger(__name__)
 
@@ -320,8 +320,7 @@ class TrainingArguments(transformers.TrainingArguments):
     def parallel_mode(self) -> ParallelMode:
         """Whether this process belongs to a process group."""
         has_group = self.distributed_state is not None and self.distributed_state.backend is not None
-        # One process makes a group for FSDP later, and upstream refuses FSDP where nothing is distributed.
-        return ParallelMode.DISTRIBUTED if has_group or self.fsdp else ParallelMode.NOT_PARALLEL
+        return ParallelMode.DISTRIBUTED if has_group or forms_group_later(self) else ParallelMode.NOT_PARALLEL
 
     def whole_models(self) -> contextlib.AbstractContextManager[None]:
         """Context for ranks that build full models alone: under ZeRO-3, all build their shards together otherwise."""
