@@ -33,14 +33,10 @@ from accel_trainer.strategies.api import BaseStrategy, Capabilities, StepOutcome
 from accel_trainer.strategies.broadcast_values import broadcast_tensors, share_buffers_in_evaluation
 from accel_trainer.strategies.ddp import DDPStrategy
 from accel_trainer.strategies.fsdp2.strategy import check_output_is_seen, gather_in_generate, reshard_after_inference
-from accel_trainer.strategies.fsdp2.unit import (
-    FSDP2Unit,
-    check_optimizer_can_shard,
-    exchange_full_state,
-    refuse_copies,
-)
+from accel_trainer.strategies.fsdp2.unit import FSDP2Unit, check_optimizer_can_shard, exchange_full_state
 from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.optimizers import parameters_of
+from accel_trainer.strategies.own_methods import refuse_copies, refuse_second_backward
 from accel_trainer.strategies.single import NativeUnit, check_optimizers
 
 logger = logging.get_logger(__name__)
@@ -115,10 +111,7 @@ class PreshardedUnit(FSDP2Unit):
         for parameter, gradient in held:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         for parameter in apart:
-            # That of an embedding sharded by rows comes whole. A checkpoint, and fused updates, want one layout.
-            own = parameter.grad
-            if isinstance(parameter, DTensor) and isinstance(own, DTensor) and own.placements != parameter.placements:
-                parameter.grad = own.redistribute(placements=parameter.placements)
+            _lay_out_gradient(parameter)
 
     def step(self, closure: Callable[[], Any] | None = None, *, optimizer: Optimizer | None = None) -> StepOutcome:
         """Update the parameters, those of each mesh by themselves: a fused kernel takes no others with them."""
@@ -141,13 +134,19 @@ class PreshardedUnit(FSDP2Unit):
         return outcome
 
 
+def _lay_out_gradient(parameter: Tensor) -> None:
+    """Lay out the gradient of a sharded parameter as the parameter. Collective where it is another layout."""
+    # That of an embedding sharded by rows comes whole. A checkpoint, and fused updates, want one layout.
+    own = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(own, DTensor) and own.placements != parameter.placements:
+        parameter.grad = own.redistribute(placements=parameter.placements)
+
+
 class PreshardedStrategy(BaseStrategy):
     """Takes models as transformers has sharded them, and others beside them as replicas."""
 
     name: ClassVar[str] = "presharded"
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        shards_parameters=True, distributed_type="FSDP"
-    )
+    capabilities: ClassVar[Capabilities] = Capabilities(shards_parameters=True, distributed_type="FSDP")
 
     def __init__(self, sharded: Any) -> None:
         """Take the layout of a sharded model.
@@ -206,7 +205,7 @@ class PreshardedStrategy(BaseStrategy):
                     "parallelism_config)"
                 )
         for optimizer in job.optimizers:
-            check_optimizer_can_shard(optimizer, in_parts=self.in_parts)
+            check_optimizer_can_shard(optimizer, in_parts=self.in_parts, num_shards=self.sizes.dp_shard)
         check_optimizers(job)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
@@ -229,6 +228,7 @@ class PreshardedStrategy(BaseStrategy):
         if isinstance(model, FSDPModule):
             setattr(model, USERS_CLASS, type(model).__mro__[2])
             model.register_forward_hook(check_output_is_seen)
+            refuse_second_backward(model, "FSDP2 gives the gathered weights back")
             gather_in_generate(model)
         # Its save_pretrained() would gather once more what it is given, and wait for ranks that do not write.
         sharded.gather_sharded_state_dict_for_save = lambda model, state_dict, *_, **__: state_dict
