@@ -100,7 +100,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         """
         if not any(find_sharded_at_load(model) for model in models):
             return
-        from accel_trainer.strategies.presharded import choose_strategy  # FSDP2, which others do without
+        from accel_trainer.strategies.fsdp2.presharded import choose_strategy  # FSDP2, which others do without
 
         strategy = choose_strategy(models, self.resolved, self.strategy)
         if strategy is None:

@@ -103,7 +103,7 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
     configured = AcceleratorState().distributed_type if uses_state else None
     resolved = _resolve_for_model(args, model)
     if (sharded := find_sharded_at_load(model)) is not None:
-        from accel_trainer.strategies.presharded import check_alone  # FSDP2, which others do without
+        from accel_trainer.strategies.fsdp2.presharded import check_alone  # FSDP2, which others do without
 
         check_alone(sharded, resolved)  # before the job is joined
     accelerator = Accelerator(config=complete_engine_config(args, resolved, model))

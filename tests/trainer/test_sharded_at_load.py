@@ -26,7 +26,7 @@ pytestmark = [
     ),
 ]
 
-preload("transformers.trainer", "accel_trainer.trainer.trainer", "accel_trainer.strategies.presharded")
+preload("transformers.trainer", "accel_trainer.trainer.trainer", "accel_trainer.strategies.fsdp2.presharded")
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8, "vocab_size": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": 0.0, "use_cache": False}

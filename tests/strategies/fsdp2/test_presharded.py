@@ -24,7 +24,7 @@ pytestmark = [
     ),
 ]
 
-preload("transformers", "accel_trainer.accelerator", "accel_trainer.strategies.presharded")
+preload("transformers", "accel_trainer.accelerator", "accel_trainer.strategies.fsdp2.presharded")
 
 
 @pytest.fixture(scope="module")
