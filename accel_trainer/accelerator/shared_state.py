@@ -331,6 +331,7 @@ class AcceleratorState(PartialState):
         process: ProcessContext | None = None,
         engine_plugins: DeepSpeedPlugins | None = None,
         take_plugin: Callable[[str], None] | None = None,
+        fsdp_plugin: Any = None,
         parallelism_config: Any = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         debug: bool = False,
@@ -353,7 +354,7 @@ class AcceleratorState(PartialState):
         self._set_process(process, None)
         self.debug = debug
         self.mixed_precision = mixed_precision or "no"
-        self.take_facts(self.distributed_type, None)
+        self.take_facts(self.distributed_type, fsdp_plugin)
         self._engine_plugins = engine_plugins or DeepSpeedPlugins()
         # A state outlives its Accelerator, which holds models.
         self._take_plugin: Callable[[], Any] | None = take_plugin and weakref.WeakMethod(take_plugin)

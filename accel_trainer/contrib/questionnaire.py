@@ -280,8 +280,6 @@ def _ask_machines(interview: Interview, num_machines: int) -> None:
 
 def _ask_processes(interview: Interview, strategy: str, num_machines: int) -> None:
     def fits(number: int) -> str | None:
-        if number < 1:
-            return "1 or more"
         return f"a multiple of the {num_machines} machines" if number % num_machines else None
 
     use_cpu = interview.content["use_cpu"]

@@ -85,8 +85,10 @@ def test_a_job_that_cannot_run_is_refused_before_it_starts(tmp_path: Path, monke
     args = launch_command_parser().parse_args(["--config_file", str(tmp_path / "config.yaml"), str(script)])
     with pytest.raises(ValueError, match="unknown key 'another_invalid_key'"):
         launch_command(args)
-    args = launch_command_parser().parse_args(["--cpu", "--use_fsdp", "--num_processes", "1", str(script)])
-    with pytest.raises(ConfigError, match="fsdp2"):
+    args = launch_command_parser().parse_args(
+        ["--cpu", "--num_processes", "1", "--fsdp_reshard_after_forward=HYBRID_SHARD", "--use_fsdp", str(script)]
+    )
+    with pytest.raises(ConfigError, match="hybrid sharding"):
         launch_command(args)
 
 

@@ -292,10 +292,9 @@ def train_own_models() -> dict[str, Any]:
         found["beyond"] = accelerator.prepare(tiny_model("llama")).eval()(ids).logits.isnan().any(-1)
     accelerator = start(sizes={"tp_size": 2, "tp_plan": {"up": "colwise", "down": "rowwise"}})
     x = torch.ones(2, 8, requires_grad=True)
-    (gradient,) = torch.autograd.grad(accelerator.prepare(Penalized())(x), x, create_graph=True)
     try:
-        gradient.square().sum().backward()
-    except RuntimeError as error:
+        torch.autograd.grad(accelerator.prepare(Penalized())(x), x, create_graph=True)
+    except ConfigError as error:
         found["twice"] = str(error)
     return found
 
@@ -368,7 +367,7 @@ def test_an_id_beyond_the_vocabulary_makes_its_row_nan(families: list[dict[str, 
 
 def test_gradients_of_gradients_are_refused_by_sharded_layers(families: list[dict[str, Any]]):
     for found in families:
-        assert "trying to differentiate twice" in found["own"]["twice"]
+        assert "a backward of FSDPPenalized with create_graph=True" in found["own"]["twice"]
 
 
 def test_the_page_has_the_families_and_what_the_others_need():

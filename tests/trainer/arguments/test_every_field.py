@@ -142,7 +142,7 @@ PROVEN: dict[str, str] = {
 """The test that fails when the field is ignored."""
 
 REFUSED: dict[str, str] = {
-    "fp16": "tests/trainer/test_errors.py::test_fp16_on_the_cpu_and_shards_of_one_process",
+    "fp16": "tests/trainer/test_errors.py::test_fp16_on_the_cpu_and_replicas_of_one_process",
     "liger_kernel_config": LACKING,
     "tf32": LACKING,
     "use_liger_kernel": LACKING,

@@ -106,12 +106,16 @@ def test_without_sharding_it_is_plain_data_parallel(tmp_path):
     assert (args.fsdp, args.resolved.config.strategy) == (False, "ddp")
 
 
-def test_hybrid_sharding_reads_back(tmp_path):
-    args = build(tmp_path, fsdp="hybrid_shard")
+def read_back(tmp_path: Path) -> tuple[bool, bool]:
+    args = build(tmp_path, fsdp="hybrid_shard", use_cpu=True)
     again = dataclasses.replace(args)
+    return args.resolved.config.fsdp.replicate_per_node, again.resolved.config == args.resolved.config
 
-    assert args.resolved.config.fsdp.replicate_per_node
-    assert again.resolved.config == args.resolved.config
+
+def test_hybrid_sharding_reads_back_and_is_refused_on_one_process(tmp_path):
+    assert run_ranks(read_back, 2, tmp_path) == [(True, True)] * 2
+    with pytest.raises(ConfigError, match="hybrid sharding with a replica on each node, and this job has one process"):
+        build(tmp_path, fsdp="hybrid_shard")
 
 
 @pytest.mark.parametrize(
