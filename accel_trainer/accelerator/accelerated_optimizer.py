@@ -110,7 +110,7 @@ class AcceleratedOptimizer(Optimizer):
 
     @section("optimizer step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters at the end of an accumulation window; return what `closure` returned at its first call.
+        """Update the parameters at the end of an accumulation window; return the first result of `closure`.
 
         Raises:
             ConfigError: it holds parameters of several models, and only some of their windows end.

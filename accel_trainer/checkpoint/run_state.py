@@ -90,7 +90,7 @@ def _put(tensor: Tensor, tensors: dict[str, Tensor], path: str) -> str:
 
 
 def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that `encode` made JSON data and `tensors` of; refuse what it does not make."""
+    """Return the state that `encode` made JSON data and `tensors` of; refuse other data."""
     try:
         return _decode(data, tensors)
     except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:

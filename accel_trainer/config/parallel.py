@@ -63,7 +63,7 @@ def given_plan(config: RunConfig) -> dict[str, str]:
 
 
 def fsdp1_problems(fsdp1: str, sizes: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with sizes of axes, by how messages name them, beside `fsdp1` (see `Layer`)."""
+    """Return the problems of sizes of axes, by how messages name them, beside `fsdp1` (see `Layer`)."""
     # What is written for FSDP1 runs with FSDP2, but a mesh says that its writer meant one of the two.
     given = [name for name, size in sizes.items() if fsdp1 and size not in (None, 1, "1")]
     if not given:

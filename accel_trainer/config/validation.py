@@ -308,7 +308,7 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
 
 
 def _local_step_checks(config: RunConfig, describe: Callable[[str], str]) -> Iterator[tuple[bool, str]]:
-    """Yield what contradicts updates that each rank makes to a replica of its own: whether it does, and the message."""
+    """Yield the options against updates that ranks make to replicas of their own: whether it does, and the message."""
     for path, is_wrong, reason in (
         (
             "strategy",

@@ -332,7 +332,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
 
 
 def load_config(config_file: str | Path) -> dict[str, Any]:
-    """Return the keys and values of a file of accelerate; a ConfigError says what is wrong in it."""
+    """Return the keys and values of a file of accelerate; a ConfigError names its problems."""
     read = read_file(str(config_file))
     if read.dialect is not Dialect.ACCELERATE:
         raise ConfigError(

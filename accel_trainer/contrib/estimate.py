@@ -220,7 +220,7 @@ _ALONE_SECONDS = 5.0
 
 
 def _all_plans(args: argparse.Namespace, options: Options) -> list[LayoutPlan]:
-    """Return the plans of layouts that the model and the number of processes allow; without any, raise what refuses."""
+    """Return the plans of layouts that the model and the number of processes allow; without any, raise the refusal."""
     outcomes = _outcomes(args, options)
     plans = [outcome for outcome in outcomes if not isinstance(outcome, ConfigError)]
     if not plans:

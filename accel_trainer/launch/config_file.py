@@ -256,7 +256,7 @@ class ClusterConfig(BaseConfig):
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
-        """Return a configuration under accelerate's keys; what these cannot say is left out."""
+        """Return a configuration under accelerate's keys; options without one are left out."""
         launch = config.launch
         values: dict[str, Any] = {
             "compute_environment": "LOCAL_MACHINE",

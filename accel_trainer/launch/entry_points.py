@@ -194,7 +194,7 @@ def env_parser() -> argparse.ArgumentParser:
 
 
 def environment_facts(*, asks_torch: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield what a bug report begins with: versions, and devices, by torch or by the files of their drivers."""
+    """Yield the first lines of a bug report: versions, and devices, by torch or by the files of their drivers."""
     yield "accel_trainer", _version("accel-trainer")
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()

@@ -319,7 +319,7 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
 
 
 def _take(options: Options, layer: Layer) -> None:
-    """Put what is in the spelling of accelerate among the options."""
+    """Put flags in the spelling of accelerate among the options."""
     if layer.problems:
         raise ConfigError("; ".join(layer.problems))
     for path, setting in layer.settings.items():

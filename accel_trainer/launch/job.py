@@ -378,7 +378,7 @@ def worker_environment(
 
 
 def _decisions(environ: Mapping[str, str], resolved: Resolved, launch_text: str) -> dict[str, str]:
-    """Return what this package reads, and the precision for scripts that look for it where accelerate has it."""
+    """Return the variables of this package, and the precision for scripts that look for it where accelerate has it."""
     precision = str(resolved.config.mixed_precision)
     if not resolved.is_set("mixed_precision") or environ.get(PRECISION_VARIABLE) == precision:
         return {LAUNCH_VARIABLE: launch_text}

@@ -51,7 +51,7 @@ _listening: list[StopSignals] = []
 
 @atexit.register
 def _keep_exit_code() -> None:
-    """Ignore signals that a loop has stopped for, in what is left of the process."""
+    """Ignore signals that a loop has stopped for, until the process ends."""
     # Python gives handlers of its own back to the system when it ends, and torch's libraries take a while longer:
     # a signal that came then killed the rank with -15 in the place of 85. What is ignored stays ignored.
     for number in signal.valid_signals():
@@ -72,7 +72,7 @@ def _end_workers() -> None:
 
 
 def _leave_readers_that_ended(seconds: float) -> None:
-    """Have what nobody reads any more go nowhere."""
+    """Have output that nobody reads any more go nowhere."""
     # Of `... 2>&1 | tee log` ctrl-C ends `tee` as well, and a closed terminal takes the output of its windows along: a
     # progress bar of the last update then raised BrokenPipeError, which ended the run before its save.
     outputs = select.poll()

@@ -83,7 +83,7 @@ def _count_rows(tensor: Tensor, num_samples: int | None) -> int | None:
 
 
 def _facts(tensors: Sequence[Tensor], counts: Sequence[int | None]) -> tuple[Any, ...]:
-    """Return what the ranks have to have alike, in less time than the words for it take."""
+    """Return the facts that ranks have to have alike, in less time than the words for it take."""
     return tuple(
         (each.dtype, each.device.type, each.shape if count is None else (count, each.shape[1:]))
         for each, count in zip(tensors, counts, strict=True)

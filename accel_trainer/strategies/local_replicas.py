@@ -56,7 +56,7 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` has returned, on any number of ranks."""
+        """Load a state of `state_dict`, on any number of ranks."""
         for name, weight in self._weights.items():
             weight.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -315,7 +315,7 @@ def count_labels(batch: Any, shifts: bool) -> Tensor | None:
 
 
 def _own_items(trainer: Trainer, inputs: Any) -> Tensor | None:
-    """Return what the loss of a micro-batch by itself is divided by; 1 without labels, whose sum is 0."""
+    """Return the divisor of the loss of a micro-batch by itself; 1 without labels, whose sum is 0."""
     count = count_labels(inputs, trainer._loss_shifts_labels)
     return None if count is None else count.clamp(min=1)
 

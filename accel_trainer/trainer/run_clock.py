@@ -31,7 +31,7 @@ class RunObserver(TrainerCallback):
         """End a train(), whether it has failed or not."""
 
     def to_plain(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the run, as plain values for JSON. Not collective."""
+        """Return the figures of the run that a checkpoint keeps, as plain values for JSON. Not collective."""
         return {}
 
 

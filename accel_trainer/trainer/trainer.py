@@ -433,7 +433,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         )
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | None:
-        """Return what a loss by items is divided by: the labels of an update (scalar, int64), of all ranks or of this.
+        """Return the divisor of a loss by items: the labels of an update (scalar, int64), of all ranks or of this.
 
         Collective with `average_tokens_across_devices`. None for losses that are means, and without labels.
         """

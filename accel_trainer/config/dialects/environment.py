@@ -54,7 +54,7 @@ def variable_name(path: str) -> str:
 
 
 class Launched(NamedTuple):
-    """What our launcher says to its workers."""
+    """The options that our launcher gives its workers."""
 
     config_file: str | None = None
     flags: Mapping[str, Any] = MappingProxyType({})
@@ -192,7 +192,7 @@ def _read_parallelism(given: Mapping[str, str], layer: Layer) -> None:
 
 
 def read_launch_variable(environ: Mapping[str, str], problems: list[str]) -> Launched:
-    """Return what our launcher was given; problems are added to `problems`."""
+    """Return the options of our launcher; problems are added to `problems`."""
     text = environ.get(LAUNCH_VARIABLE, "")
     if not text.strip():
         return Launched()

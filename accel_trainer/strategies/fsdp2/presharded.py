@@ -209,7 +209,7 @@ class PreshardedStrategy(BaseStrategy):
         check_optimizers(job)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:
-        """Take the model as it is. Collective: rank 0's values count of what is not sharded, adapters for one."""
+        """Take the model as it is. Collective: rank 0's values count of unsharded tensors, adapters for one."""
         self.check(job, precision, process)
         model, sharded = job.model, find_sharded_at_load(job.model)
         if sharded is None:
