@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 import sys
 import sysconfig
@@ -148,10 +149,18 @@ def _calls_of(thread_id: int) -> list[_Call]:
     # added (Python 3.11).
     innermost = map(operator.itemgetter(thread_id), map(operator.call, (sys._current_frames,)))
     steps = chain(innermost, repeat("f_back", _READ_LIMIT - 1))
+    # Nor may garbage be collected in it, which calls finalizers and `gc.callbacks` of Python: threads change there.
+    collects: list[bool] = []
+    begin = chain(map(collects.append, map(operator.call, (gc.isenabled,))), map(operator.call, (gc.disable,)))
+    end = map(operator.call, map((bool, gc.enable).__getitem__, collects))
     try:
-        found = list(map(_READ_FRAME, takewhile(operator.truth, accumulate(steps, getattr))))
+        _, _, *found, _ = list(
+            chain(begin, map(_READ_FRAME, takewhile(operator.truth, accumulate(steps, getattr))), end)
+        )
     except KeyError:
-        return []
+        found = []
+        if any(collects):
+            gc.enable()
     return [_Call(path, name, line or 0, first_line) for path, name, line, first_line in reversed(found)]
 
 

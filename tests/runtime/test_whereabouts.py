@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import threading
 from pathlib import Path
@@ -41,9 +42,23 @@ def switching():
     sys.setswitchinterval(interval)
 
 
+@pytest.fixture(params=["collected seldom", "collected all the time"])
+def collecting(request: pytest.FixtureRequest):
+    """Garbage is collected at each second allocation, with a callback of Python, as hypothesis has one."""
+    before, callback = gc.get_threshold(), lambda phase, info: None
+    if request.param == "collected all the time":
+        gc.callbacks.append(callback)
+        gc.set_threshold(1, 1_000, 1_000)
+    yield
+    gc.set_threshold(*before)
+    if callback in gc.callbacks:
+        gc.callbacks.remove(callback)
+
+
+@pytest.mark.usefixtures("switching", "collecting")
 @pytest.mark.parametrize("depth", [4, 150])
 @pytest.mark.parametrize("look", [position_of, describe_thread])
-def test_a_look_at_a_thread_keeps_none_of_its_variables(look, depth, switching):
+def test_a_look_at_a_thread_keeps_none_of_its_variables(look, depth):
     watched, is_over = threading.get_ident(), threading.Event()
     destroyed_in: set[int] = set()
 
@@ -67,6 +82,7 @@ def test_a_look_at_a_thread_keeps_none_of_its_variables(look, depth, switching):
     watcher.join()
 
     assert destroyed_in == {watched}
+    assert gc.isenabled()
     assert torch._C._dispatch_tls_local_exclude_set().raw_repr() == excluded.raw_repr()
 
 
