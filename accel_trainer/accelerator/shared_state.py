@@ -505,8 +505,9 @@ class GradientState:
     @property
     def active_dataloader(self) -> PreparedDataLoader | None:
         """The last of `loaders`; None outside of loops."""
-        loaders = self.loaders
-        return loaders[-1] if loaders else None
+        if len(self._passes) < 2:  # asked three times in a step
+            return self._passes[0].loader if self._passes else None
+        return self.loaders[-1]
 
     @property
     def in_dataloader(self) -> bool:
@@ -548,9 +549,11 @@ class GradientState:
         would have taken several, so a pass within it may have been left by `break`, which ends it only where nobody
         holds its iterator. One that has given nothing since the last micro-batch has been left, and is active no more.
         """
+        if len(self._passes) < 2:
+            for each in self._passes:
+                each.take()
+            return [each.loader for each in self._passes]
         loaders = self.loaders[-1:]
-        if not loaders:
-            return loaders
         innermost, has_moved = self._passes[-1], self._passes[-1].has_moved
         for each in self._passes:
             each.take()

@@ -76,6 +76,9 @@ if TYPE_CHECKING:
 
     from accel_trainer.accelerator import Accelerator
 
+_IS_TRAINING = operator.attrgetter("training")
+_PLAIN_TRAIN = ("torch.", "transformers.modeling_utils")
+
 
 class Trainer(ResumingMethods, transformers.Trainer):
     """Upstream's Trainer on accel_trainer: one process, DDP, FSDP2 or DeepSpeed, with or without accelerate.
@@ -107,6 +110,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
     arguments_class: type[TrainingArguments] = TrainingArguments
     neftune_hook_handle: Any = None
     _reader: WindowReader | None = None
+    _modules: tuple[nn.Module, ...] = ()
+    """Of the model as the epoch began, where none has a train() of its own."""
     _schedule_of_both: Any = None
     _num_flops_parameters: tuple[int, int] | None = None
     """The model's id, and how many of its parameters multiply inputs."""
@@ -383,19 +388,24 @@ class Trainer(ResumingMethods, transformers.Trainer):
             step=trained - 1,
             is_resumed=is_resumed,
         )
+        modules = tuple(model.modules())
+        if all(type(each).train.__module__.startswith(_PLAIN_TRAIN) for each in modules):
+            self._modules = modules
         guard = self.accelerator.nonfinite_guard
         with nullcontext() if guard is None else setting(guard, roll_back=take_back):
             try:
                 run.train(restore_rng_from)
             finally:
-                self._reader = None
+                self._reader, self._modules = None, ()
             reader.close()
             run.end()
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train one micro-batch and return its loss; see upstream. Collective on the last one of a window."""
         args, accelerator = self.args, self.accelerator
-        model.train()
+        # The walk of train() is 40 us for a Llama of two layers; most often all are in training mode already.
+        if not self._modules or not all(map(_IS_TRAINING, self._modules)):
+            model.train()
         # Of schedule-free optimizers: an evaluation has left its own weights in the model.
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
