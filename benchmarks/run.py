@@ -65,6 +65,7 @@ BENCHMARKS = {
     "zero": lambda rounds: _two_processes("zero_step.py", rounds),
     "data": data_loading.measure,
     "checkpoints": checkpoints.measure,
+    "background": lambda rounds: _two_processes("background_saves.py", rounds),
     "loading": lambda rounds: _two_processes("sharded_load.py", rounds),
     "gather": lambda rounds: _two_processes("gathering.py", rounds),
     "offloading": lambda rounds: _with_peer("offloading.py", rounds),

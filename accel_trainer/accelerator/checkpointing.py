@@ -185,7 +185,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
     @section("save")
     def save_state(
-        self, output_dir: str | Path | None = None, safe_serialization: bool = True, *, async_: bool = False
+        self, output_dir: str | Path | None = None, safe_serialization: bool = True, *, async_: bool | None = None
     ) -> Path | None:
         """Save model, optimizer, scheduler, scaler, data position, random streams and registered objects.
 
@@ -197,8 +197,9 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         Args:
             output_dir: where to; without it, `project_dir/checkpoints/checkpoint_N` with automatic naming.
             safe_serialization: states are always written as safetensors and JSON; False is said so in the log.
-            async_: return once everything is copied to host memory, and write in the background. An error there is
-                raised on all ranks by the next `backward`, `save_state`, `load_state` or `wait_for_checkpoint`.
+            async_: return once everything is copied to host memory, and write in the background; None does as the
+                option `save_async` says. An error there is raised on all ranks by the next `backward`, `save_state`,
+                `load_state` or `wait_for_checkpoint`.
 
         Returns:
             The directory; None where nothing is saved: a disk fails and `on_save_error` is "warn", or `should_stop` has
@@ -247,7 +248,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
                 policy=configuration.save_policy,
                 each_node=configuration.save_on_each_node,
                 keep=configuration.total_limit,
-                in_background=async_,
+                in_background=self.config.save_async if async_ is None else async_,
             )
         )
         if saved is not None and output_dir is None:

@@ -161,6 +161,8 @@ class BackgroundSaver:
         self._thread: threading.Thread | None = None
         self._section = ""
         self._error: BaseException | None = None
+        self.is_committed = False
+        """Whether the last save that was started is committed."""
 
     @property
     def in_flight(self) -> bool:
@@ -170,7 +172,7 @@ class BackgroundSaver:
     def start(self, publication: Publication, on_commit: Callable[[], None], policy: SavePolicy) -> None:
         """Write and commit a staged save on a thread, which calls `on_commit` once every rank knows of the commit."""
         assert self._thread is None
-        self._section, self._error = f"background save of {publication.target}", None
+        self._section, self._error, self.is_committed = f"background save of {publication.target}", None, False
         self._thread = threading.Thread(
             target=self._run, args=(publication, on_commit, policy), name="checkpoint-writer"
         )
@@ -186,15 +188,23 @@ class BackgroundSaver:
                 publication.abandon()
             if target is not None:
                 on_commit()
+                self.is_committed = True
         except BaseException as error:
             self._error = error
             # Logged at once: the run may end before the main thread waits.
             logger.error("%s failed: %s", self._section, error, main_process_only=False)
 
-    def poll(self) -> None:
-        """Raise the error of the save in flight, as `wait`, if all ranks have ended it. Collective; once an update."""
-        if self._thread is not None and self._has_ended(self._thread, within_s=0.0):
+    def poll(self) -> bool:
+        """Return whether no save is in flight; raise the error of one that all ranks have ended. Collective."""
+        if self._thread is None or self._has_ended(self._thread, within_s=0.0):
             self.wait()
+        return self._thread is None
+
+    def join(self) -> None:
+        """Wait for the save in flight where the ranks are not in step: for its files, not its outcome."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def _has_ended(self, thread: threading.Thread, within_s: float) -> bool:
         # Collective.
@@ -520,9 +530,11 @@ class Checkpointer:
             self._release_lock()
         self._lock = self._release_lock = None
 
-    def close(self) -> None:
-        """Wait for a background save, and release the directory. Collective."""
+    def close(self, *, is_failed: bool = False) -> None:
+        """Wait for a background save, and release the directory. Collective, but where `is_failed`."""
         try:
+            if is_failed and self.background is not None:
+                self.background.join()
             self.wait()
         finally:
             self.release_directory()

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -64,8 +65,8 @@ class StagedDirectory(os.PathLike[str]):
     Each rank has its own, over one directory (one per node with `each_node`), and writes files under names that no
     other rank uses. Files that are written by path and not adopted are adopted at the end, by the committing rank.
 
-    When it is given memory, `write_tensors` and `write_json` keep copies, and `finish` writes them, on any
-    thread. The other methods act at once.
+    When it is given memory, `write_tensors`, `write_torch` and `write_json` keep copies, and `finish` writes them, on
+    any thread. The other methods act at once.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class StagedDirectory(os.PathLike[str]):
         self.tensors: dict[str, dict[str, TensorEntry]] = {}
         self.metadata: dict[str, Any] = {}
         """For the manifest, as JSON; that of the committing rank counts."""
-        self._memory = memory
+        self.memory = memory
+        """For copies, where this is a save in the background."""
         self._deferred: list[Callable[[], None]] = []
 
     def __fspath__(self) -> str:
@@ -119,9 +121,9 @@ class StagedDirectory(os.PathLike[str]):
         """
         self._claim(name)
         entries = {key: _tensor_entry(key, tensor, (slices or {}).get(key)) for key, tensor in tensors.items()}
-        if self._memory is not None:
+        if self.memory is not None:
             fault_point("stage", self.step)
-            tensors = self._memory.copy(tensors)
+            tensors = self.memory.copy(tensors)
 
         def write() -> None:
             need = tensor_file_bytes(tensors)
@@ -133,7 +135,7 @@ class StagedDirectory(os.PathLike[str]):
         self._write(write)
 
     def _write(self, write: Callable[[], None]) -> None:
-        if self._memory is None:
+        if self.memory is None:
             write()
         else:
             self._deferred.append(write)
@@ -146,6 +148,18 @@ class StagedDirectory(os.PathLike[str]):
         def write() -> None:
             with self._create(name, len(text)) as file:
                 file.write(text)
+
+        self._write(write)
+
+    def write_torch(self, name: str, value: Any, *, is_private: bool = False) -> None:
+        """Write nested values as `torch.save` does; with `is_private`, nobody changes their tensors any more."""
+        self._claim(name)
+        if self.memory is not None and not is_private:
+            value = self.memory.copy_nested(value)
+
+        def write() -> None:
+            with self._create(name) as file:
+                torch.save(value, file)
 
         self._write(write)
 
@@ -194,8 +208,8 @@ class StagedDirectory(os.PathLike[str]):
 
     def finish(self) -> None:
         """Write the copies that are not written yet, and bring the names of this rank's files to the disk."""
-        if self._memory is not None:
-            self._memory.wait()
+        if self.memory is not None:
+            self.memory.wait()
         while self._deferred:
             # Removed after it has been written: where the disk fails here, a retry goes on with this file.
             self._deferred[0]()

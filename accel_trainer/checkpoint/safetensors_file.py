@@ -23,6 +23,7 @@ from accel_trainer.errors import (
     IncompatibleCheckpointError,
 )
 from accel_trainer.runtime.side_stream import SideStream, empty_pinned, has_streams
+from accel_trainer.tree import map_leaves
 
 _DTYPES = {
     torch.float64: "F64",
@@ -135,7 +136,18 @@ class StagingMemory:
         self._free, self._taken = sorted(self._taken, key=Tensor.numel), []
 
     def copy(self, tensors: Mapping[str, Tensor | LazyTensor]) -> dict[str, Tensor]:
-        """Return copies of `tensors`, complete after `wait`; lazy ones are made in `write_order`."""
+        """Return copies of `tensors`, complete after `wait`; lazy ones are made in `write_order`.
+
+        Each has a storage of its own. Tensors that are copies of this save already are returned as they are.
+        """
+        held = {name: tensor for name, tensor in tensors.items() if type(tensor) is Tensor and self._holds(tensor)}
+        return held | self._copy({name: tensor for name, tensor in tensors.items() if name not in held})
+
+    def _holds(self, tensor: Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(each.data_ptr() <= address < each.data_ptr() + each.numel() for each in self._taken)
+
+    def _copy(self, tensors: Mapping[str, Tensor | LazyTensor]) -> dict[str, Tensor]:
         rooms = {name: -(-_num_bytes(tensor) // _ALIGNMENT) * _ALIGNMENT for name, tensor in tensors.items()}
         # One piece for all: each page-locked piece costs a call of the driver, and thousands of tensors are small.
         buffer = self._take(sum(rooms.values()))
@@ -143,7 +155,9 @@ class StagingMemory:
         begin = 0
         for name in write_order(tensors):
             source, num_bytes = tensors[name], _num_bytes(tensors[name])
-            copies[name] = buffer[begin : begin + num_bytes].view(source.dtype).reshape(tuple(source.shape))
+            # By way of NumPy: a view has the storage of all, which `torch.save` writes, and transformers copies again.
+            own = torch.from_numpy(buffer[begin : begin + num_bytes].numpy())
+            copies[name] = own.view(source.dtype).reshape(tuple(source.shape))
             source = source if isinstance(source, Tensor) else source()
             if self._side is not None and source.device == self._device:
                 self._side.copy(source.detach(), copies[name])
@@ -156,6 +170,19 @@ class StagingMemory:
             self._side.hand_over(end, ())
             self._ends.append(end)
         return copies
+
+    def copy_nested(self, value: Any) -> Any:
+        """Return nested values with copies of all tensors, complete after `wait`."""
+        tensors: dict[str, Tensor] = {}
+
+        def collect(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                tensors[str(len(tensors))] = leaf
+            return leaf
+
+        map_leaves(collect, value)
+        copies, names = self.copy(tensors), iter(tensors)
+        return map_leaves(lambda leaf: copies[next(names)] if isinstance(leaf, Tensor) else leaf, value)
 
     def wait(self) -> None:
         """Wait until the copies that have been begun are complete."""

@@ -370,6 +370,8 @@ class RunConfig:
     """per_process steps a prepared schedule once for each rank in an update, as scripts for accelerate size theirs."""
     timeout_seconds: float = 1800.0
     """How long a rank waits for the others in a collective, in seconds."""
+    save_async: bool = False
+    """Copy what a checkpoint holds to host memory, go on, and write it on a thread: a Trainer's saves, `save_state`."""
     on_nonfinite: NonFiniteAction = NonFiniteAction.RAISE
     """NaN in an update: raise ends the run (code 76), skip_step leaves it out, rollback loads the last save."""
     max_rollbacks: int = 3

@@ -357,6 +357,7 @@ class EpochRun:
     def _log_save_evaluate(self) -> None:
         """Log, evaluate and save where that is due; where a signal ends the run, save and end. Collective."""
         trainer = self.trainer
+        trainer.finish_save(waits=False)
         trainer._maybe_log_save_evaluate(
             trainer._tr_loss,
             self.grad_norm,

@@ -571,6 +571,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
         self._finish_boundary(self.model_wrapped, trial, None, start_time, saves=True)
+        self.finish_save()
         # Losses since the last log are this rank's own; transformers 5.23 (trainer.py:1998) takes them for the job's.
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         self.end_local_updates(is_failed=False)

@@ -30,6 +30,7 @@ from accel_trainer.checkpoint.manifest import MANIFEST_NAME
 from accel_trainer.checkpoint.safetensors_file import (
     LazyTensor,
     SafetensorsFile,
+    StagingMemory,
     TensorReader,
     tensor_file_bytes,
     write_order,
@@ -210,7 +211,9 @@ def make_tensors(state: State) -> dict[str, Tensor]:
     return {name: full[id(tensor)] for name, tensor in state.items()}
 
 
-def gather_to_file(tensors: Mapping[str, LazyTensor], target: Path, *, writes: bool) -> dict[str, Tensor]:
+def gather_to_file(
+    tensors: Mapping[str, LazyTensor], target: Path, *, writes: bool, memory: StagingMemory | None = None
+) -> dict[str, Tensor]:
     """Make every tensor once, and return all mapped from a file beside `target` that has no name and goes with them.
 
     One of them is in memory at a time. Collective where they gather: every rank calls it with the same names.
@@ -218,31 +221,39 @@ def gather_to_file(tensors: Mapping[str, LazyTensor], target: Path, *, writes: b
     Args:
         target: a directory, or where one will be.
         writes: False makes the tensors, and returns none.
+        memory: where they are copied to, in place of a file: a save in the background writes them from there.
     """
-    distinct = {id(tensor): tensor for tensor in tensors.values()}
-    made = ((key, tensor()) for key, tensor in distinct.items())
+    distinct = {str(id(tensor)): tensor for tensor in tensors.values()}
+    made = (distinct[key]() for key in write_order(distinct))
     if not writes:
         deque(made, maxlen=0)
         return {}
-    directory = next(each for each in (target.absolute(), *target.absolute().parents) if each.is_dir())
-    offsets: dict[int, int] = {}
-    need_bytes = sum(tensor_file_bytes({"": tensor}) for tensor in distinct.values())
     try:
-        with (
-            explain_full_disk(directory, need_bytes),
-            tempfile.TemporaryFile(dir=directory, buffering=0) as file,
-        ):
-            for key, full in made:
-                offsets[key] = _append(file, full)
-                del full  # before the next one is made
-            # Private: changes of the tensors reach neither the file nor anybody else. An empty file cannot be mapped.
-            num_bytes = os.fstat(file.fileno()).st_size
-            mapped = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY) if num_bytes else bytearray()
+        if memory is None:
+            found = _through_file(distinct, made, target)
+        else:
+            found = memory.copy({key: LazyTensor(t.dtype, t.shape, partial(next, made)) for key, t in distinct.items()})
     except Exception:
         deque(made, maxlen=0)  # in step with other ranks; nothing where making one has failed
         raise
-    found = {key: _view(mapped, offsets[key], tensor) for key, tensor in distinct.items()}
-    return {name: found[id(tensor)] for name, tensor in tensors.items()}
+    return {name: found[str(id(tensor))] for name, tensor in tensors.items()}
+
+
+def _through_file(distinct: Mapping[str, LazyTensor], made: Iterator[Tensor], target: Path) -> dict[str, Tensor]:
+    """Append tensors, `made` in their `write_order`, to a file without a name, and return them mapped from it."""
+    directory = next(each for each in (target.absolute(), *target.absolute().parents) if each.is_dir())
+    offsets: dict[str, int] = {}
+    need_bytes = sum(tensor_file_bytes({"": tensor}) for tensor in distinct.values())
+    with (
+        explain_full_disk(directory, need_bytes),
+        tempfile.TemporaryFile(dir=directory, buffering=0) as file,
+    ):
+        for key in write_order(distinct):
+            offsets[key] = _append(file, next(made))
+        # Private: changes of the tensors reach neither the file nor anybody else. An empty file cannot be mapped.
+        num_bytes = os.fstat(file.fileno()).st_size
+        mapped = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY) if num_bytes else bytearray()
+    return {key: _view(mapped, offsets[key], tensor) for key, tensor in distinct.items()}
 
 
 @contextmanager

@@ -60,6 +60,7 @@ _OPTIONS = {
     "outer_optimizer_nesterov": "outer_optimizer.nesterov",
     "preempt_grace_s": "preemption.grace_seconds",
     "preempt_signals": "preemption.signals",
+    "save_async": "save_async",
     "use_cpu": "use_cpu",
 }
 MIRRORED_FIELDS: frozenset[str] = frozenset(_OPTIONS) | {
@@ -143,6 +144,7 @@ class TrainingArguments(transformers.TrainingArguments):
         "What to do where a checkpoint cannot be written for the disk's sake: 'raise' ends the run, 'warn' goes on "
         "without that checkpoint, 'pause' tries again every minute, for max_pause_s seconds.",
     )
+    save_async: bool = _mirrored("save_async")
     max_pause_s: float = _argument(3600.0, "With on_save_error='pause': seconds after which the error is raised.")
     on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = _mirrored("on_nonfinite")
     on_changed_run: Literal["auto", "refuse", "warn"] = _mirrored("on_changed_run")

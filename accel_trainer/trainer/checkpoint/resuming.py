@@ -275,6 +275,7 @@ class ResumingMethods(SavingMethods):
             found: what is wrong with an update.
             num_read: the updates that data has been read for, this one among them.
         """
+        self.finish_save()
         run, state, run_dir = self.run_checkpoints, self.state, Path(self._get_output_dir(trial=trial))
         path = find_own(run, run_dir) or (run.resumption and run.resumption.path)
         path = _select(self, path, run_dir).path if path else None

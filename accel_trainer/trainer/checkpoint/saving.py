@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -48,6 +49,7 @@ from accel_trainer.runtime.rng import KeptStreams, get_rng_state, set_rng_state
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.local_replicas import LocalReplicas
+from accel_trainer.trainer.arguments.training_arguments import setting
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.resumption import generators_of
 from accel_trainer.trainer.checkpoint.upstream_files import (
@@ -116,6 +118,7 @@ class SavingMethods(_Upstream):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Contents and order are those of upstream's own. Where on_save_error="warn" goes on without: SaveSkippedError.
         args, state, run = self.args, self.state, self.run_checkpoints
+        self.finish_save()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run_dir = Path(self._get_output_dir(trial=trial))
@@ -139,6 +142,8 @@ class SavingMethods(_Upstream):
             replaces=True,
             keep=limit if limit is not None and limit > 0 else None,
             protected=survivors,
+            # Not the last one of a run that a signal ends: nothing is left to be done meanwhile.
+            in_background=self.accelerator.config.save_async and not self.is_preempted,
         )
         self.accelerator.check_replicas(job.section)
         best, is_saved = state.best_model_checkpoint, False
@@ -149,12 +154,53 @@ class SavingMethods(_Upstream):
                 state.best_model_checkpoint = best
         if not is_saved:
             raise SaveSkippedError(f"{target} was not written")
-        run.note_saved(run_dir, state.global_step)
         losses = self._tr_loss.clone(), self._total_loss_scalar, self._globalstep_last_logged
         run.running_losses[state.global_step] = losses
-        if args.push_to_hub:
+        if job.in_background:
+            run.in_flight = BackgroundSave(target, state.global_step, best)
+        else:
+            self._end_save(target, state.global_step)
+
+    def _end_save(self, target: Path, step: int) -> None:
+        """Do what follows the commit of the checkpoint of an update, but for the callbacks. Collective."""
+        self.run_checkpoints.note_saved(target.parent, step)
+        if self.args.push_to_hub:
             push = partial(_push, self, target)
-            save_persistently(push, self.accelerator.process, args.save_policy, f"push of {target}")
+            save_persistently(push, self.accelerator.process, self.args.save_policy, f"push of {target}")
+
+    def finish_save(self, *, waits: bool = True) -> None:
+        """Do what follows the commit of the background save in flight, and call back. Collective.
+
+        Args:
+            waits: otherwise nothing is done until every rank has ended it.
+
+        Raises:
+            ProcessGroupError: another rank has failed to write; there, its error.
+        """
+        run, state = self.run_checkpoints, self.state
+        save, background = run.in_flight, run.checkpointer.background
+        if save is None or background is None:
+            return
+        try:
+            if waits:
+                begin = time.perf_counter()
+                background.wait()
+                run.metrics.stalled_seconds += time.perf_counter() - begin
+            elif not background.poll():
+                return
+        finally:
+            if not background.in_flight:
+                run.in_flight = None
+                if not background.is_committed and state.best_model_checkpoint == str(save.target):
+                    state.best_model_checkpoint = save.best_before
+        if background.is_committed:
+            self._end_save(save.target, save.step)
+            is_due = self.control.should_save  # of the update that has just ended
+            with setting(state, global_step=save.step):  # callbacks find the checkpoint by it
+                self._call_back()
+            if self.decisions is not None:
+                self.decisions.end_save(self.control)
+            self.control.should_save = is_due
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         upstream_files.save_optimizer(self, output_dir)
@@ -186,15 +232,20 @@ class SavingMethods(_Upstream):
             super()._save(output_dir, state_dict)
 
     def save_and_call_back(self, model: nn.Module, trial: Any) -> bool:
-        """Save a checkpoint, and call back; return whether it was written. Collective."""
+        """Save a checkpoint, and call back once it is committed; return whether it was begun. Collective."""
         try:
             self._save_checkpoint(model, trial)
         except SaveSkippedError:
             self.control.should_save = False  # and no on_save, whose callbacks look for the checkpoint
             return False
+        if self.run_checkpoints.in_flight is None:
+            self._call_back()
+        self.control.should_save = False
+        return True
+
+    def _call_back(self) -> None:
         with raise_together(self.accelerator.process, "on_save"):
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        return True
 
     @property
     def checkpoint_metrics(self) -> dict[str, float]:
@@ -252,6 +303,7 @@ class SavingMethods(_Upstream):
         step, signals = self.state.global_step, self.stop_signals
         grace = self.args.resolved.config.preemption.grace_seconds
         last = self.run_checkpoints.metrics.save_seconds
+        self.finish_save()
         if no_time := signals.find_no_time(grace, last, self.accelerator.process):
             done = f"no checkpoint is saved: {no_time}"
         elif self.run_checkpoints.last_saved == step:
@@ -288,7 +340,8 @@ def _write(trainer: Trainer, target: Path, staged: StagedDirectory) -> None:
     directory = os.fspath(staged)
     trainer.run_checkpoints.staged = staged
     with trainer.mean_of_replicas():
-        with raise_together(process, f"save of {target}"):  # the optimizer's state is gathered next
+        # Together: the optimizer's state is gathered next.
+        with raise_together(process, f"save of {target}"), upstream_files.weights_in_background(staged):
             trainer.save_model(directory, _internal_call=True)
         with raise_together(process, f"save of {target}"):
             upstream_files.save_trained_beside(trainer, staged)
@@ -303,8 +356,7 @@ def _write(trainer: Trainer, target: Path, staged: StagedDirectory) -> None:
         with trainer.run_checkpoints.streams_of_position():
             trainer._save_rng_state(directory)
         if (streams := trainer.run_checkpoints.pass_streams) is not None:
-            with staged.open(pass_streams_name(process.rank)) as file:
-                torch.save(streams.state_dict(), file)
+            staged.write_torch(pass_streams_name(process.rank), streams.state_dict(), is_private=True)
     if args.should_save:
         _save_state(trainer, os.path.join(directory, TRAINER_STATE_NAME))
     # Of the model's own adapters alone: scripts of old have callbacks that save them to another folder once more.
@@ -398,6 +450,16 @@ def _check_weights(trainer: Trainer, model: nn.Module, section: str, doing: Lite
     check_weights(model.named_parameters(), section, process, is_forced=is_forced, doing=doing)
 
 
+@dataclass(frozen=True, slots=True)
+class BackgroundSave:
+    """A save that a thread is writing."""
+
+    target: Path
+    step: int
+    best_before: str | None
+    """The best model's checkpoint, should this one not be written."""
+
+
 class RunMetrics(CheckpointMetrics):
     """The metrics of one train(), each to be logged once when it is new; see `SavingMethods.checkpoint_metrics`."""
 
@@ -440,6 +502,7 @@ class RunCheckpoints:
         self.checkpointer = Checkpointer(process, TRAINER_CHECKPOINTS, self.metrics)
         self.resumption: Resumption | None = None
         """The checkpoint that this train() goes on from."""
+        self.in_flight: BackgroundSave | None = None
         self.staged: StagedDirectory | None = None
         """The directory of the last save. Files that this package writes to it are hashed on their way."""
         self.pass_streams: PassStreams | None = None
@@ -522,7 +585,7 @@ class RunCheckpoints:
         was_noted = resumption is not None and resumption.noted_update is not None
         if is_over and resumption is not None and was_noted and self.checkpointer.process.is_main:
             UpdateNote.remove(resumption.path.parent)
-        self.checkpointer.close()
+        self.checkpointer.close(is_failed=not is_over)
 
 
 class PassStreams:

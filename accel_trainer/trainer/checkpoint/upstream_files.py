@@ -25,14 +25,15 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerState
+from transformers import PreTrainedModel, TrainerState, modeling_utils
 from transformers.trainer_pt_utils import reissue_pt_warnings
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -66,7 +67,7 @@ from accel_trainer.strategies.local_replicas import LocalReplicas, OuterOptimize
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
 from accel_trainer.tracking import is_secret, mask_secrets
 from accel_trainer.trainer.arguments.deepspeed_arguments import masked_engine_config, unsharded_models
-from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
+from accel_trainer.trainer.arguments.training_arguments import TrainingArguments, setting
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
@@ -186,13 +187,36 @@ def _staged(trainer: Trainer, directory: Path) -> StagedDirectory | None:
     return staged if staged is not None and staged.path == directory else None
 
 
-def _create(trainer: Trainer, directory: Path, name: str) -> AbstractContextManager[BinaryIO]:
-    """Open a new file of a checkpoint, or of any other directory."""
+def _write_torch(trainer: Trainer, directory: Path, name: str, value: Any, *, is_private: bool = False) -> None:
+    """Write a file of a checkpoint, or of any other directory, as `torch.save` does."""
     staged = _staged(trainer, directory)
     if staged is not None:
-        return staged.open(name)
+        staged.write_torch(name, value, is_private=is_private)
+        return
     directory.mkdir(parents=True, exist_ok=True)
-    return create_file(directory / name)
+    with create_file(directory / name) as file:
+        torch.save(value, file)
+
+
+@contextmanager
+def weights_in_background(staged: StagedDirectory) -> Iterator[None]:
+    """Context in which transformers' writing of safetensors into `staged`, a save in the background, copies them."""
+    # What it does before - ties, names of old, shards - reads the model, and stays on this thread. transformers 5.17 to
+    # 5.23 write by these two names (modeling_utils.py:3617, trainer.py:4156); by another, a file is written at once.
+    write_now = safetensors.torch.save_file
+
+    def write(tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
+        path = Path(filename)
+        if staged.path in path.parents:
+            staged.write_tensors(path.relative_to(staged.path).as_posix(), tensors, metadata=metadata)
+        else:
+            write_now(tensors, filename, metadata)
+
+    if staged.memory is None:
+        yield
+        return
+    with setting(safetensors.torch, save_file=write), setting(modeling_utils, safe_save_file=write):
+        yield
 
 
 def save_model(trainer: Trainer, output_dir: str) -> None:
@@ -214,7 +238,9 @@ def save_model(trainer: Trainer, output_dir: str) -> None:
         if not is_prepared:
             state = trainer.model.state_dict()
         elif trainer.is_sharded:
-            state = gather_to_file(_io(trainer).lazy_model_state(), Path(output_dir), writes=writes)
+            lazy, staged = _io(trainer).lazy_model_state(), _staged(trainer, Path(output_dir))
+            memory = None if staged is None else staged.memory
+            state = gather_to_file(lazy, Path(output_dir), writes=writes, memory=memory)
         else:
             state = trainer.accelerator.get_state_dict(trainer.model)
     with raise_together(trainer.accelerator.process, "save_model"):
@@ -322,13 +348,13 @@ def save_optimizer(trainer: Trainer, output_dir: str) -> None:
             _save_outer(staged, replicas.outer, writes)
     elif trainer.is_sharded:
         if state := io.full_optimizer_state(keep=writes):
-            with _create(trainer, directory, FULL_OPTIMIZER_NAME) as file:
-                torch.save(state, file)
+            _write_torch(trainer, directory, FULL_OPTIMIZER_NAME, state, is_private=True)
     elif writes:
-        with _create(trainer, directory, PLAIN_OPTIMIZER_NAME) as file:
-            torch.save(trainer.optimizer.state_dict(), file)
+        _write_torch(trainer, directory, PLAIN_OPTIMIZER_NAME, trainer.optimizer.state_dict())
     if writes:
-        _save_scheduler(trainer, directory)
+        with warnings.catch_warnings(record=True) as caught:
+            _write_torch(trainer, directory, SCHEDULER_NAME, trainer.lr_scheduler.state_dict(), is_private=True)
+        reissue_pt_warnings(caught)
 
 
 def _saves_shards(trainer: Trainer) -> bool:
@@ -340,14 +366,7 @@ def _saves_shards(trainer: Trainer) -> bool:
 
 def _save_outer(staged: StagedDirectory, outer: OuterOptimizer, writes: bool) -> None:
     if writes:
-        with staged.open(OUTER_OPTIMIZER_NAME) as file:
-            torch.save(outer.state_dict(), file)
-
-
-def _save_scheduler(trainer: Trainer, directory: Path) -> None:
-    with warnings.catch_warnings(record=True) as caught, _create(trainer, directory, SCHEDULER_NAME) as file:
-        torch.save(trainer.lr_scheduler.state_dict(), file)
-    reissue_pt_warnings(caught)
+        staged.write_torch(OUTER_OPTIMIZER_NAME, outer.state_dict())
 
 
 def _as_held(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
