@@ -31,6 +31,9 @@ TRANSFORMERS := 5.17.0 5.20.0
 NEEDS_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 NEEDS_5.20.0 :=
 
+# A client and a server of S3 for tests/stores.
+STORES := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5
+
 # What to run: make test TESTS=tests/config PYTEST_ARGS="-x -k yaml"
 TESTS ?=
 MATRIX_TESTS ?= tests/trainer tests/test_imports.py
@@ -93,6 +96,10 @@ test-accelerate: $(VENV)/.installed .compat/accelerate/.installed ## run the tes
 .PHONY: test-ecosystem
 test-ecosystem: $(VENV)/.installed .compat/ecosystem/.installed ## run the tests with libraries around transformers (PEFT, ...)
 	$(call with_path,ecosystem) $(PYTEST) $(SHARED) $(or $(TESTS),tests/ecosystem)
+
+.PHONY: test-stores
+test-stores: $(VENV)/.installed .compat/stores/.installed ## run the tests with an object store on the loopback
+	$(call with_path,stores) $(PYTEST) $(or $(TESTS),tests/stores)
 
 .PHONY: test-notebook
 test-notebook: $(VENV)/.installed .compat/notebook/.installed ## run the notebook launcher in a real kernel
@@ -185,6 +192,11 @@ $(VENV)/.dev: $(VENV)/.installed
 .compat/notebook/.installed: Makefile | $(VENV)/.torch
 	rm -rf $(@D)
 	$(INSTALL) --target $(@D) $(NOTEBOOK)
+	@touch $@
+
+.compat/stores/.installed: Makefile | $(VENV)/.torch
+	rm -rf $(@D)
+	$(PIP) install --quiet --target $(@D) $(STORES)
 	@touch $@
 
 .compat/transformers-%/.installed: Makefile | $(VENV)/.torch

@@ -174,7 +174,7 @@ class Accelerator(
         )
         self._prepared = Prepared()
         self._take_facts()
-        self._checkpointer = Checkpointer(self.process, SAVED_STATES)
+        self._checkpointer = Checkpointer(self.process, SAVED_STATES, store=self.config.checkpoint_uri)
         self._registered = RegisteredState()
         self._last_grad_norm = torch.tensor(float("nan"))
         # find_executable_batch_size frees the models of every Accelerator before it tries a smaller batch.

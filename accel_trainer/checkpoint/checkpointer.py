@@ -22,6 +22,7 @@ import torch.distributed as dist
 from accel_trainer import logging
 from accel_trainer.checkpoint.disk import explain_full_disk
 from accel_trainer.checkpoint.manifest import Manifest
+from accel_trainer.checkpoint.object_store import ObjectStore, Uploads, shown
 from accel_trainer.checkpoint.publication import Publication, StagedDirectory
 from accel_trainer.checkpoint.reader import (
     CheckpointKind,
@@ -36,6 +37,7 @@ from accel_trainer.checkpoint.safetensors_file import StagingMemory
 from accel_trainer.checkpoint.store import (
     LOCK_NAME,
     DirectoryLock,
+    is_complete,
     next_number,
     numbered_checkpoints,
     pass_over,
@@ -45,6 +47,7 @@ from accel_trainer.checkpoint.store import (
 )
 from accel_trainer.errors import (
     AccelTrainerError,
+    CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
     DiskFullError,
@@ -53,7 +56,7 @@ from accel_trainer.errors import (
     did_you_mean,
 )
 from accel_trainer.runtime.fault_point import fault_point
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.process import ProcessContext, find_attempt, read_environment
 from accel_trainer.runtime.shared_errors import gather_calls, gather_or_raise, raise_together
 from accel_trainer.runtime.torch_private import group_timeout
 from accel_trainer.runtime.whereabouts import section
@@ -312,8 +315,19 @@ class Checkpointer:
     Every method is called by every rank, in the same order.
     """
 
-    def __init__(self, process: ProcessContext, kind: CheckpointKind, metrics: CheckpointMetrics | None = None) -> None:
+    def __init__(
+        self,
+        process: ProcessContext,
+        kind: CheckpointKind,
+        metrics: CheckpointMetrics | None = None,
+        store: str | None = None,
+    ) -> None:
         self.process = process
+        self._store = store
+        """Address of the object store that gets a copy of each of a run's checkpoints."""
+        self._resumes_from_store = False
+        # By the process that commits.
+        self._uploads: Uploads | None = None
         self.kind = kind
         self.metrics = CheckpointMetrics() if metrics is None else metrics
         self.background: BackgroundSaver | None = None
@@ -330,6 +344,7 @@ class Checkpointer:
             SaveTimeoutError: the background save before this one has not ended in time; for others see `Publication`.
         """
         begin = time.perf_counter()
+        self._check_uploads(job)
         if self.background is not None and not self.background.wait_for_turn(job.policy):
             return None
         # After the wait: two saves would share the staging memory, and the directory may lack the room for both.
@@ -406,11 +421,81 @@ class Checkpointer:
         seconds = time.perf_counter() - begin
         self.metrics.record("ckpt/duration_s", seconds)
         self.metrics.record("ckpt/bytes", float(publication.num_bytes))
+        in_use: list[Path] = []
+        if self._store is not None and job.name is None and publication.commits:
+            uploads = self._uploads = self._uploads or Uploads(self._open_store(self._store))
+            uploads.submit(path, job.keep, [each.name for each in job.protected()])
+            in_use = uploads.in_use
         if job.name is None and job.keep is not None and publication.commits:
             # Not the new one by itself: where another save of this process has overtaken it, the higher number stays.
             # Only here, after the second vote: until then the older one may be the last good one.
-            retire(job.directory, job.keep, job.protected(), step=publication.step, prefix=self.kind.prefix)
+            protected = {*job.protected(), *in_use}
+            retire(job.directory, job.keep, protected, step=publication.step, prefix=self.kind.prefix)
         logger.info("saved %s: %.1f MiB in %.2f s", path, publication.num_bytes / 2**20, seconds)
+
+    def _open_store(self, uri: str) -> ObjectStore:
+        job = find_attempt(read_environment())[1]
+        return ObjectStore(uri, self.kind.prefix, job, takes_over=self._resumes_from_store)
+
+    def _check_uploads(self, job: SaveJob) -> None:
+        """Raise, on all ranks, the error of an upload since the last save, where that was asked for. Collective."""
+        if self._store is None:
+            return
+        if job.each_node:
+            raise ConfigError(
+                f"checkpoint_uri={shown(self._store)!r} with save_on_each_node: each node would send a checkpoint of "
+                "the same name with files of its own; save to a disk that all nodes share, or leave one of them out"
+            )
+        error = None if self._uploads is None else self._uploads.take_error()
+        if job.policy.on_save_error == "raise":
+            gather_or_raise(self.process, f"upload to {shown(self._store)}", error)
+
+    def fetch(self, uri: str, directory: Path) -> Path:
+        """Copy a checkpoint of an object store, or the newest of a run there, into a directory. Collective.
+
+        Of the processes of a node one reads; one that is there and complete is taken as it is.
+
+        Raises:
+            CheckpointNotFoundError: there is no complete one.
+        """
+        place, _, name = uri.rstrip("/").rpartition("/")
+        is_one = name.startswith(self.kind.prefix) and name.removeprefix(self.kind.prefix).isdecimal()
+
+        def fetch() -> str:
+            if not self.process.is_local_main:
+                return ""
+            store = self._open_store(place if is_one else uri)
+            found = name if is_one else store.newest()
+            if found is None:
+                raise CheckpointNotFoundError(f"no complete checkpoint in {store.uri}; give the address of a run's")
+            if not is_complete(directory / found):
+                self._lock_directory(directory)
+                begin = time.perf_counter()
+                store.fetch(found, directory)
+                logger.info("fetched %s/%s in %.2f s", store.uri, found, time.perf_counter() - begin)
+            return found
+
+        names = gather_calls(self.process, f"fetch from {shown(uri)}", fetch)
+        self._resumes_from_store = self._store is not None and uri.startswith(self._store.rstrip("/"))
+        return directory / names[0]
+
+    def _fetch_newer(self, directory: Path) -> None:
+        """Fetch the newest checkpoint of the store, where it is newer than all complete ones here. Collective."""
+
+        def fetch() -> None:
+            if self._store is None or not self.process.is_local_main:
+                return
+            store = self._open_store(self._store)
+            newest = store.newest()
+            own = [number for number, path in numbered_checkpoints(directory, self.kind.prefix) if is_complete(path)]
+            if newest is not None and store.number_of(newest) > max(own, default=-1):
+                self._lock_directory(directory)
+                store.fetch(newest, directory)
+                logger.info("fetched %s/%s, which is newer than what %s holds", store.uri, newest, directory)
+
+        if self._store is not None:
+            gather_calls(self.process, f"fetch from {shown(self._store)}", fetch)
+            self._resumes_from_store = True
 
     def open_named(self, path: Path, verify: Verify = "full") -> StoredCheckpoint | None:
         """Open a checkpoint that the user has named; None for one of another library. Collective."""
@@ -477,6 +562,8 @@ class Checkpointer:
             IncompatibleCheckpointError: the newest was written by a newer version.
         """
         self.metrics.begin_resume()
+        with self.metrics.resuming("select"):
+            self._fetch_newer(directory)
         section, passed_over = f"selection of a checkpoint in {directory}", list(known_bad)
 
         def choose(bad: list[str]) -> tuple[Path, list[str]]:
@@ -531,10 +618,12 @@ class Checkpointer:
         self._lock = self._release_lock = None
 
     def close(self, *, is_failed: bool = False) -> None:
-        """Wait for a background save, and release the directory. Collective, but where `is_failed`."""
+        """Wait for a background save and uploads, and release the directory. Collective, but where `is_failed`."""
         try:
             if is_failed and self.background is not None:
                 self.background.join()
             self.wait()
         finally:
+            if self._uploads is not None:
+                self._uploads.wait()
             self.release_directory()

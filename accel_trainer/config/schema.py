@@ -372,6 +372,8 @@ class RunConfig:
     """How long a rank waits for the others in a collective, in seconds."""
     save_async: bool = False
     """Copy what a checkpoint holds to host memory, go on, and write it on a thread: a Trainer's saves, `save_state`."""
+    checkpoint_uri: str | None = None
+    """Address of an object store, `s3://bucket/run`, to which each committed checkpoint is copied; None for none."""
     on_nonfinite: NonFiniteAction = NonFiniteAction.RAISE
     """NaN in an update: raise ends the run (code 76), skip_step leaves it out, rollback loads the last save."""
     max_rollbacks: int = 3

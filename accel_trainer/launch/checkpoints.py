@@ -1,4 +1,4 @@
-"""`accel-trainer ckpt` and `merge-weights`: list, verify, prune, adopt and export. The last two import torch."""
+"""`accel-trainer ckpt` and `merge-weights`: list, verify, prune, copy, adopt and export. The last two import torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, check_checkpoint
+from accel_trainer.checkpoint.object_store import ObjectStore, is_uri, shown
 from accel_trainer.checkpoint.store import LOCK_NAME, DirectoryLock, is_complete, numbered_checkpoints, retire, sweep
-from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError
+from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, ConfigError
 from accel_trainer.launch.cli import add_option, command_parser
 from accel_trainer.runtime.cores import usable_cores
 
@@ -25,19 +26,25 @@ def run_ckpt(words: Sequence[str]) -> int:
         return export(arguments)
     if arguments.command == "adopt":
         return _adopt(arguments.directory, takes_values=arguments.values)
-    if not arguments.directory.is_dir():
-        raise CheckpointNotFoundError(f"{arguments.directory.absolute()} is no directory; give one with checkpoints")
-    if arguments.command == "list":
-        return _list(arguments.directory)
-    if arguments.command == "verify":
-        mode = "size" if arguments.size else "full"
-        flaws = {path: _flaw(path, mode) for path in _find(arguments.directory)}
-        for path, flaw in flaws.items():
-            print(f"{path.name}  good" if flaw is None else flaw)
-        return int(any(flaws.values()))
-    if arguments.keep < 1:
+    if arguments.command == "prune" and arguments.keep < 1:
         parser.error(f"--keep {arguments.keep} would leave no checkpoint; keep 1 or more")
-    return _prune(arguments.directory, arguments.keep)
+    if arguments.command == "copy":
+        return _copy(arguments.directory, arguments.target)
+    if is_uri(arguments.directory):
+        return _run_in_store(arguments)
+    directory = Path(arguments.directory)
+    if not directory.is_dir():
+        raise CheckpointNotFoundError(f"{directory.absolute()} is no directory; give one with checkpoints")
+    if arguments.command == "prune":
+        return _prune(directory, arguments.keep)
+    return _list(directory) if arguments.command == "list" else _verify(directory, "size" if arguments.size else "full")
+
+
+def _verify(directory: Path, mode: str) -> int:
+    flaws = {path: _flaw(path, mode) for path in _find(directory)}
+    for path, flaw in flaws.items():
+        print(f"{path.name}  good" if flaw is None else flaw)
+    return int(any(flaws.values()))
 
 
 def ckpt_parser() -> argparse.ArgumentParser:
@@ -50,7 +57,10 @@ def ckpt_parser() -> argparse.ArgumentParser:
     pruning = commands.add_parser("prune", help="remove all but the newest complete ones", allow_abbrev=False)
     pruning.add_argument("--keep", type=int, required=True, metavar="N", help="how many stay, at least 1")
     for command in (listing, verifying, pruning):
-        command.add_argument("directory", type=Path, help="of checkpoints, or one checkpoint")
+        command.add_argument("directory", help="of checkpoints, or one checkpoint; or the address of a run's store")
+    copying = commands.add_parser("copy", help="copy a checkpoint to an object store, or from one", allow_abbrev=False)
+    copying.add_argument("directory", metavar="CHECKPOINT", help="a directory, or an address")
+    copying.add_argument("target", metavar="TARGET", help="the directory, or the address, of a run's checkpoints")
     adopting = commands.add_parser(
         "adopt", help="take weights that were saved anew in a checkpoint for its own", allow_abbrev=False
     )
@@ -143,17 +153,57 @@ def _adopt(path: Path, *, takes_values: bool) -> int:
     return 0
 
 
+def _copy(source: str, target: str) -> int:
+    place, _, name = source.rstrip("/").rpartition("/")
+    prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)
+    if prefix is None or is_uri(source) == is_uri(target):
+        raise ConfigError(
+            f"copy {shown(source)} {shown(target)}: one of them is to be an address (s3://bucket/run) and the other a "
+            f"directory, and the first to name one checkpoint, {_PREFIXES[0]}N or {_PREFIXES[1]}N"
+        )
+    if is_uri(source):
+        ObjectStore(place, prefix).fetch(name, Path(target))
+    else:
+        ObjectStore(target, prefix, job="accel-trainer ckpt copy").put(Path(source))
+    print(f"{name} copied to {shown(target)}")
+    return 0
+
+
+def _run_in_store(arguments: argparse.Namespace) -> int:
+    """List, verify or prune the checkpoints of an object store."""
+    stores = [ObjectStore(arguments.directory, prefix) for prefix in _PREFIXES]
+    held = [(store, name) for store in stores for name in store.names()]
+    if arguments.command == "prune":
+        removed = [name for store in stores for name in store.retire(arguments.keep)]
+        print("".join(f"removed {name}\n" for name in removed) + f"{len(removed)} removed")
+        return 0
+    flaws = 0
+    for store, name in held:
+        try:
+            facts = _facts(store.manifest(name))
+            if arguments.command == "verify":
+                store.verify(name, contents=not arguments.size)
+                facts = "good"
+        except AccelTrainerError as error:
+            flaws += 1
+            facts = f"not good: {error}"
+        print(f"{name}  {facts}")
+    return int(flaws > 0 and arguments.command == "verify")
+
+
+def _facts(manifest: Manifest) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    ranks = f"{manifest.world_size} process{'es' if manifest.world_size > 1 else ''}"
+    return f"complete, {manifest.num_bytes / 2**20:,.1f} MiB in {len(manifest.files)} files, {ranks}, {versions}"
+
+
 def _list(directory: Path) -> int:
     for path in _find(directory):
         flaw = _flaw(path, "size")
         if flaw is not None:
             print(f"{path.name}  not good: {flaw}")
             continue
-        manifest = Manifest.read(path)
-        versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-        ranks = f"{manifest.world_size} process{'es' if manifest.world_size > 1 else ''}"
-        size = f"{manifest.num_bytes / 2**20:,.1f} MiB in {len(manifest.files)} files"
-        print(f"{path.name}  complete, {size}, {ranks}, {versions}")
+        print(f"{path.name}  {_facts(Manifest.read(path))}")
     return 0
 
 

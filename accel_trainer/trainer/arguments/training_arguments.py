@@ -44,6 +44,7 @@ logger = logging.get_logger(__name__)
 
 # Option that an argument sets. One at its default was not given: a file or the environment may decide.
 _OPTIONS = {
+    "checkpoint_uri": "checkpoint_uri",
     "data_seed": "data.data_seed",
     "ddp_broadcast_buffers": "ddp.broadcast_buffers",
     "ddp_bucket_cap_mb": "ddp.bucket_cap_mb",
@@ -145,6 +146,7 @@ class TrainingArguments(transformers.TrainingArguments):
         "without that checkpoint, 'pause' tries again every minute, for max_pause_s seconds.",
     )
     save_async: bool = _mirrored("save_async")
+    checkpoint_uri: str | None = _mirrored("checkpoint_uri")
     max_pause_s: float = _argument(3600.0, "With on_save_error='pause': seconds after which the error is raised.")
     on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = _mirrored("on_nonfinite")
     on_changed_run: Literal["auto", "refuse", "warn"] = _mirrored("on_changed_run")

@@ -29,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 from accel_trainer import logging
 from accel_trainer.checkpoint.changed_run import UpdateBatch
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel_trainer.checkpoint.object_store import is_uri
 from accel_trainer.checkpoint.reader import Selection
 from accel_trainer.checkpoint.store import numbered_checkpoints, retire
 from accel_trainer.checkpoint.weights.weight_files import users_class
@@ -65,6 +66,8 @@ _ROLLED_BACK = (
     "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos",
     "num_input_tokens_seen",
 )  # fmt: skip
+_WORDS = {"True": True, "true": True, "latest": True, "False": False, "false": False}
+"""What `resume_from_checkpoint` may be that names no path: scripts hand on what stood on their command lines."""
 _WEIGHTS = re.compile(r"(model|pytorch_model|trained_weights)[^/]*|([^/]+/)?adapter_model[^/]*|pytorch_model_fsdp_0/.*")
 
 
@@ -79,9 +82,9 @@ class ResumingMethods(SavingMethods):
             saves_within_updates=self.args.enable_jit_checkpoint
             or bool(self._signals_to_note())
             and self.args.gradient_accumulation_steps > 1,
+            store=self.args.resolved.config.checkpoint_uri,
         )
-        if given in ("True", "true", "False", "false") and not os.path.exists(given):
-            given = given.lower() == "true"  # scripts hand on what stood on their command lines
+        given = _found(self, given)
         if given is not True and checkpoints.attempt > 0:
             # The arguments are those of the first start: what this job has saved since is newer than what they name.
             found = find_own(checkpoints, Path(self.args.output_dir))
@@ -300,6 +303,19 @@ class ResumingMethods(SavingMethods):
         verify_best(self, best)
         if not upstream_files.load_weights(self, self.model, best):
             super()._load_best_model()
+
+
+def _found(trainer: Trainer, given: Any) -> Any:
+    """Return the path of a checkpoint that an address names, fetched; whatever else was given as it is. Collective."""
+    config, checkpointer = trainer.args.resolved.config, trainer.run_checkpoints.checkpointer
+    if config.checkpoint_uri is not None and trainer.hp_search_backend is not None:
+        raise ConfigError(
+            f"{trainer.args.resolved.describe('checkpoint_uri')} in a search: trials would send checkpoints of "
+            "the same names to one address; search without it, and train with the best values"
+        )
+    if is_uri(given):
+        return str(checkpointer.fetch(given, Path(trainer.args.output_dir)))
+    return _WORDS[given] if isinstance(given, str) and given in _WORDS and not os.path.exists(given) else given
 
 
 def select(trainer: Trainer, given: bool | str | os.PathLike[str]) -> None:

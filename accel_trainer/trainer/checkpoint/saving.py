@@ -497,9 +497,11 @@ class RunMetrics(CheckpointMetrics):
 class RunCheckpoints:
     """State of a Trainer's saves and of its resume, from the beginning of one train() to its end."""
 
-    def __init__(self, process: ProcessContext, *, saves_within_updates: bool = False) -> None:
+    def __init__(
+        self, process: ProcessContext, *, saves_within_updates: bool = False, store: str | None = None
+    ) -> None:
         self.metrics = RunMetrics()
-        self.checkpointer = Checkpointer(process, TRAINER_CHECKPOINTS, self.metrics)
+        self.checkpointer = Checkpointer(process, TRAINER_CHECKPOINTS, self.metrics, store)
         self.resumption: Resumption | None = None
         """The checkpoint that this train() goes on from."""
         self.in_flight: BackgroundSave | None = None

@@ -1,0 +1,413 @@
+"""Checkpoints in an object store, for a machine that loses its disk: any address that fsspec opens.
+
+    URI/_owner.json            the run that saves there, and when it last did
+    URI/NAME/...               the files of a checkpoint, then manifest.json, and COMMITTED last
+
+One without its marker is never read; what an upload that was killed has left is written over by the next of that name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accel_trainer import logging
+from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_path
+from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, BlockHasher, HashingFile, Manifest
+from accel_trainer.checkpoint.store import publish_name, remove_tree
+from accel_trainer.errors import (
+    AccelTrainerError,
+    CheckpointLockedError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    MissingExtraError,
+)
+
+logger = logging.get_logger(__name__)
+
+T = TypeVar("T")
+
+OWNER_NAME = "_owner.json"
+OWNER_SECONDS = 600.0
+"""A run that has not written to its store for so long is taken for dead by another one."""
+GIVE_UP_SECONDS = 300.0
+"""How long a request is tried again, with growing waits: stores ask for less, and networks come back."""
+_CHUNK_BYTES = 16 * 2**20
+_NUM_THREADS = 4
+_LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Errors that no waiting mends; of the system's others, most come from networks."""
+_CLIENTS = ("aiohttp", "aiobotocore", "azure", "botocore", "gcsfs", "google", "httpx", "requests", "urllib3")
+
+
+def is_uri(value: object) -> bool:
+    """Whether a place is an address such as `s3://bucket/run`, and no path."""
+    return isinstance(value, str) and re.match(r"[a-z][a-z0-9+.-]*://", value) is not None
+
+
+def shown(text: object) -> str:
+    """Return an address, or an error about one, without the credentials that it may hold."""
+    return re.sub(r"(//)[^/@\s]*@", r"\1***@", str(text))
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return not isinstance(error, _LASTING)
+    return type(error).__module__.partition(".")[0] in _CLIENTS
+
+
+class ObjectStore:
+    """The checkpoints of one run at an address. Every method is called by one process."""
+
+    def __init__(self, uri: str, prefix: str, job: str = "", *, takes_over: bool = False) -> None:
+        """Open an address; nothing is asked of the store yet.
+
+        Args:
+            prefix: of the names of checkpoints, before their numbers.
+            job: name of the run, the same after a restart.
+            takes_over: whether it has resumed from there.
+
+        Raises:
+            ConfigError: the address has no scheme that is known.
+            MissingExtraError: the package for it is not installed.
+        """
+        self.uri = shown(uri.rstrip("/"))
+        """As it may be shown."""
+        self.prefix, self.takes_over = prefix, takes_over
+        self._job, self._is_claimed = job or uuid.uuid4().hex, False
+        try:
+            from fsspec.core import url_to_fs
+
+            filesystem, root = url_to_fs(uri.rstrip("/"))
+        except ImportError as error:
+            raise MissingExtraError(f"{self.uri} is opened by a package that is not installed: {error}") from error
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.uri!r} is no address of a store ({error}); use one such as s3://bucket/run, gs://bucket/run or "
+                "file:///mnt/runs"
+            ) from error
+        self._files: Any = filesystem
+        self._root = root.rstrip("/")
+
+    def _try(self, call: Callable[[], T]) -> T:
+        """Call the store until it answers; errors that may pass are waited out."""
+        import tenacity
+
+        def note(state: tenacity.RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome is not None else None
+            if state.attempt_number == 3:
+                logger.warning("%s does not answer (%s); it is tried again", self.uri, shown(repr(error)))
+
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_may_pass),
+            wait=tenacity.wait_random_exponential(multiplier=0.2, max=20.0),
+            stop=tenacity.stop_after_delay(GIVE_UP_SECONDS),
+            before_sleep=note,
+            reraise=True,
+        )
+        return attempts(call)
+
+    def _read(self, name: str) -> bytes:
+        return bytes(self._try(partial(self._files.cat_file, f"{self._root}/{name}")))
+
+    def _remove(self, place: str, *, recursive: bool = False) -> None:
+        with suppress(FileNotFoundError):
+            self._try(partial(self._files.rm, place, recursive=recursive))
+
+    # --- what is there ---------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Return the names of checkpoints, complete or not, lowest number first."""
+        self._files.invalidate_cache()
+        try:
+            found = self._try(partial(self._files.ls, self._root, detail=False))
+        except FileNotFoundError:
+            return []
+        names = {str(place).rstrip("/").rpartition("/")[2] for place in found}
+        numbered = [name for name in names if re.fullmatch(re.escape(self.prefix) + "[0-9]{1,18}", name)]
+        return sorted(numbered, key=self.number_of)
+
+    def number_of(self, name: str) -> int:
+        """Return the number in a checkpoint's name."""
+        return int(name.removeprefix(self.prefix))
+
+    def manifest(self, name: str) -> Manifest:
+        """Return the manifest of a complete checkpoint; see `Manifest.read` for the errors of others."""
+        try:
+            texts = {each: self._read(f"{name}/{each}") for each in (MARKER_NAME, MANIFEST_NAME)}
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"{self.uri}/{name} is incomplete: it has no {MARKER_NAME}, so its upload never ended; load another"
+            ) from error
+        with tempfile.TemporaryDirectory(prefix="accel-trainer-") as own:
+            for each, text in texts.items():
+                Path(own, each).write_bytes(text)
+            # A manifest may be as long as its checkpoint's size allows.
+            with open(Path(own, "size"), "wb") as file:
+                file.truncate(self._files.du(f"{self._root}/{name}"))
+            try:
+                return Manifest.read(Path(own))
+            except AccelTrainerError as error:
+                raise type(error)(str(error).replace(own, f"{self.uri}/{name}")) from None
+
+    def newest(self) -> str | None:
+        """Return the name of the newest complete checkpoint; None without any."""
+        for name in reversed(self.names()):
+            try:
+                self.manifest(name)
+            except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+                logger.warning("%s/%s is passed over: %s", self.uri, name, error)
+            else:
+                return name
+        return None
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def claim(self) -> None:
+        """Write down that this run saves here.
+
+        A run that has resumed from here takes over, and the one before is refused from then on: of a machine that is
+        gone nobody can know more.
+
+        Raises:
+            CheckpointLockedError: another run does, or has taken over.
+        """
+        place, now = f"{self._root}/{OWNER_NAME}", time.time()
+        mine = {"job": self._job, "host": socket.gethostname(), "pid": os.getpid(), "time": now}
+        text = json.dumps(mine).encode()
+        try:
+            if not self._is_claimed:
+                self._files.makedirs(self._root, exist_ok=True)
+                # The store decides between two runs that begin at once, where it can.
+                self._try(partial(self._files.pipe_file, place, text, mode="create"))
+            else:
+                self._check_owner(now)
+        except FileExistsError:
+            self._check_owner(now)
+        self._try(partial(self._files.pipe_file, place, text))
+        self._is_claimed = True
+
+    def _check_owner(self, now: float) -> None:
+        try:
+            owner = json.loads(self._read(OWNER_NAME))
+            job, host, age = owner["job"], owner["host"], now - float(owner["time"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return
+        if job == self._job or not self._is_claimed and (self.takes_over or age > OWNER_SECONDS):
+            return
+        if self._is_claimed:
+            raise CheckpointLockedError(
+                f"{self.uri} was taken over by a run on {host}, {age:.0f} s ago: this one saves there no more. End "
+                "one of them, or give it an address of its own"
+            )
+        raise CheckpointLockedError(
+            f"{self.uri} is the store of another run, on {host}, which wrote to it {age:.0f} s ago. Give this run an "
+            f"address of its own, resume from there, or wait until {OWNER_SECONDS:.0f} s have passed since it ended"
+        )
+
+    def put(self, path: Path) -> int:
+        """Copy a committed checkpoint, its marker last; return its size in bytes.
+
+        Raises:
+            CheckpointLockedError: another run saves here.
+            OSError: the store has refused a file, or has not answered for five minutes.
+        """
+        self.claim()
+        manifest, place = Manifest.read(path), f"{self._root}/{path.name}"
+        # Of an earlier upload of that name: from here on it is not complete.
+        self._remove(f"{place}/{MARKER_NAME}")
+        self._in_threads(lambda name: self._put_file(path / name, f"{place}/{name}"), manifest.files)
+        for name in (MANIFEST_NAME, MARKER_NAME):
+            self._put_file(path / name, f"{place}/{name}")
+        return manifest.num_bytes
+
+    def _put_file(self, source: Path, place: str) -> None:
+        num_bytes = source.stat().st_size
+
+        def put() -> None:
+            self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
+            self._files.put_file(os.fspath(source), place)
+            self._files.invalidate_cache(place.rpartition("/")[0])
+            found = self._files.info(place)["size"]
+            if found != num_bytes:
+                raise OSError(f"{self.uri} has {found} bytes of {source.name}, and {num_bytes} were sent")
+
+        self._try(put)
+
+    def _in_threads(self, function: Callable[[str], None], names: Collection[str]) -> None:
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint-store") as pool:
+            deferred = [pool.submit(function, name) for name in names]
+            try:
+                for each in deferred:
+                    each.result()
+            finally:
+                for each in deferred:
+                    each.cancel()
+
+    def retire(self, keep: int, protected: Collection[str] = ()) -> list[str]:
+        """Remove complete checkpoints of lower numbers until `keep` are left, and return their names.
+
+        The `protected` ones and the newest stay; so do incomplete ones.
+        """
+        complete = [name for name in self.names() if self._files.exists(f"{self._root}/{name}/{MARKER_NAME}")]
+        going = [name for name in complete[:-1] if name not in protected][: max(0, len(complete) - max(keep, 1))]
+        for name in going:
+            # The marker first: a kill in the middle leaves none that looks complete.
+            self._remove(f"{self._root}/{name}/{MARKER_NAME}")
+            self._remove(f"{self._root}/{name}", recursive=True)
+        return going
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def fetch(self, name: str, directory: Path) -> Path:
+        """Copy a checkpoint into a directory, each byte compared with its checksum while it arrives; return its path.
+
+        It appears under its name once it is complete. What stands there is replaced. The caller has locked `directory`.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError: it is incomplete, or not as it was saved.
+            DiskFullError: there is no room.
+        """
+        manifest, target = self.manifest(name), directory / name
+        directory.mkdir(parents=True, exist_ok=True)
+        check_space(directory, manifest.num_bytes)
+        staged = directory / f"_tmp-{name}-{uuid.uuid4().hex[:8]}"
+        staged.mkdir()
+        try:
+            self._in_threads(partial(self._fetch_file, manifest, name, staged), manifest.files)
+            for each in (MANIFEST_NAME, MARKER_NAME):
+                (staged / each).write_bytes(self._read(f"{name}/{each}"))
+                fsync_path(staged / each)
+            for folder in {(staged / file).parent for file in manifest.files} | {staged}:
+                fsync_path(folder)
+            leftover = publish_name(staged, target)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        if leftover is not None:
+            remove_tree(leftover)
+        return target
+
+    def _fetch_file(self, manifest: Manifest, name: str, staged: Path, file: str) -> None:
+        path, expected = staged / file, manifest.files[file]
+
+        def fetch() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            with explain_full_disk(path, expected.num_bytes), HashingFile(path) as sink:
+                for chunk in self._chunks(f"{name}/{file}"):
+                    sink.write(chunk)
+            self._compare(f"{name}/{file}", sink.entry, expected)
+
+        try:
+            self._try(fetch)
+        except CorruptCheckpointError:
+            self._try(fetch)  # it may have been damaged on its way
+
+    def _chunks(self, name: str) -> Iterator[bytes]:
+        self._files.invalidate_cache(f"{self._root}/{name}".rpartition("/")[0])
+        with self._files.open(f"{self._root}/{name}", "rb", block_size=_CHUNK_BYTES, cache_type="none") as source:
+            while chunk := source.read(_CHUNK_BYTES):
+                yield chunk
+
+    def _compare(self, name: str, found: Any, expected: Any) -> None:
+        if found != expected:
+            raise CorruptCheckpointError(
+                f"{self.uri}/{name} is not as it was saved: it has {found.num_bytes} bytes with checksum "
+                f"{found.checksum}, and {expected.num_bytes} with {expected.checksum} were written; load another one"
+            )
+
+    def verify(self, name: str, *, contents: bool = True) -> None:
+        """Compare a checkpoint's files with its manifest, their lengths or `contents`; see `fetch` for the errors."""
+        manifest = self.manifest(name)
+
+        def check(file: str) -> None:
+            expected = manifest.files[file]
+            if contents:
+                hasher = BlockHasher()
+                for chunk in self._chunks(f"{name}/{file}"):
+                    hasher.update(memoryview(chunk))
+                self._compare(f"{name}/{file}", hasher.entry(), expected)
+            elif (size := self._files.info(f"{self._root}/{name}/{file}")["size"]) != expected.num_bytes:
+                raise CorruptCheckpointError(f"{self.uri}/{name}/{file} has {size} bytes of {expected.num_bytes}")
+
+        self._in_threads(check, manifest.files)
+
+
+class Uploads:
+    """The copies of a run's checkpoints in its store, made by a thread one after the other, on one process."""
+
+    # The thread is not a daemon: the interpreter waits for it at exit, so that the last upload of a script completes.
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self.error: BaseException | None = None
+        """Of an upload that has failed, until somebody takes it."""
+        self._waiting: tuple[Path, int | None, Collection[str]] | None = None
+        self._active: Path | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def in_use(self) -> list[Path]:
+        """Checkpoints that are being read, or wait for it, and must stay."""
+        with self._lock:
+            return [path for path in (self._active, self._waiting and self._waiting[0]) if path is not None]
+
+    def submit(self, path: Path, keep: int | None, protected: Collection[str]) -> None:
+        """Have a committed checkpoint copied, after the one that is under way; one that still waits gives way to it.
+
+        Args:
+            keep: how many stay in the store; None keeps all.
+            protected: names of those that stay whatever their number.
+        """
+        with self._lock:
+            if self._waiting is not None:
+                logger.warning("%s is slower than saves come: %s is not uploaded", self.store.uri, self._waiting[0])
+            self._waiting = path, keep, protected
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="checkpoint-upload")
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._waiting is None:
+                    self._active = self._thread = None
+                    return
+                (path, keep, protected), self._waiting = self._waiting, None
+                self._active = path
+            begin = time.perf_counter()
+            try:
+                num_bytes = self.store.put(path)
+                if keep is not None:
+                    self.store.retire(keep, protected)
+            except BaseException as error:
+                self.error = error
+                logger.error("upload of %s to %s failed: %s", path, self.store.uri, shown(str(error)))
+            else:
+                seconds = time.perf_counter() - begin
+                logger.info("uploaded %s to %s: %.1f MiB in %.2f s", path, self.store.uri, num_bytes / 2**20, seconds)
+
+    def wait(self) -> None:
+        """Wait until nothing is left to be copied."""
+        while (thread := self._thread) is not None:
+            thread.join()
+
+    def take_error(self) -> BaseException | None:
+        """Return the error of an upload, once."""
+        error, self.error = self.error, None
+        return error

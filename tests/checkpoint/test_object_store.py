@@ -1,0 +1,329 @@
+"""Checkpoints in an object store: copied after their commit, read back by a machine that has lost its disk."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from transformers import TrainerCallback
+
+from accel_trainer.checkpoint import object_store
+from accel_trainer.checkpoint.manifest import MARKER_NAME, Manifest
+from accel_trainer.checkpoint.object_store import OWNER_NAME, ObjectStore, Uploads, shown
+from accel_trainer.checkpoint.store import is_complete
+from accel_trainer.errors import (
+    CheckpointLockedError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    MissingExtraError,
+)
+from accel_trainer.launch.cli import main
+from tests.trainer_jobs import build_trainer, on_ranks, summary
+
+
+class Flaky(LocalFileSystem):
+    """A disk behind a network: the first requests of each kind fail, one file arrives torn, listings lag."""
+
+    protocol = "flaky"
+    failures: ClassVar[dict[str, int]] = {}
+    torn: ClassVar[str | None] = None
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("flaky://"))
+
+    def _fail(self, kind: str) -> None:
+        left = type(self).failures.get(kind, 0)
+        if left:
+            type(self).failures[kind] = left - 1
+            raise ConnectionResetError(f"{kind}: connection reset by peer")
+
+    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+        self._fail("put")
+        super().put_file(lpath, rpath, **kwargs)
+        if type(self).torn is not None and rpath.endswith(type(self).torn):
+            type(self).torn = None
+            path = Path(self._strip_protocol(rpath))
+            path.write_bytes(path.read_bytes()[:-1])
+
+    def cat_file(self, path: str, **kwargs: Any) -> bytes:
+        self._fail("cat")
+        return bytes(super().cat_file(path, **kwargs))
+
+
+@pytest.fixture
+def flaky() -> type[Flaky]:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    Flaky.failures, Flaky.torn = {}, None
+    return Flaky
+
+
+def trained(directory: Path, uri: str | None = None, resume: Any = None, **changes: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "model": "gpt2",
+        "dropout": 0.1,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "samples": 64,
+        **changes,
+    }
+    trainer = build_trainer(directory, checkpoint_uri=uri, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return summary(trainer)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("run")
+    trained(directory)
+    return directory / "checkpoint-3"
+
+
+def store_of(directory: Path, **kwargs: Any) -> ObjectStore:
+    return ObjectStore(f"file://{directory}", "checkpoint-", **kwargs)
+
+
+def test_what_is_put_is_fetched_as_it_was(tmp_path: Path, checkpoint: Path) -> None:
+    store = store_of(tmp_path / "store")
+    assert store.newest() is None
+    assert store.put(checkpoint) == Manifest.read(checkpoint).num_bytes
+    assert store.newest() == "checkpoint-3"
+    fetched = store.fetch("checkpoint-3", tmp_path / "disk")
+    assert fetched == tmp_path / "disk" / "checkpoint-3"
+    assert is_complete(fetched)
+    for file in Manifest.read(checkpoint).files:
+        assert (fetched / file).read_bytes() == (checkpoint / file).read_bytes()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["checkpoint-3"]
+    store.verify("checkpoint-3")
+
+
+def test_one_without_its_marker_is_passed_over(tmp_path: Path, checkpoint: Path) -> None:
+    store = store_of(tmp_path)
+    store.put(checkpoint)
+    newer = checkpoint.with_name("checkpoint-6")
+    store.put(newer)
+    assert store.newest() == "checkpoint-6"
+    (tmp_path / "checkpoint-6" / MARKER_NAME).unlink()
+    assert store.newest() == "checkpoint-3"
+    with pytest.raises(CheckpointNotFoundError, match="checkpoint-6 is incomplete: it has no COMMITTED"):
+        store.fetch("checkpoint-6", tmp_path / "disk")
+
+
+def test_a_flipped_bit_is_found_while_it_is_read(tmp_path: Path, checkpoint: Path) -> None:
+    store = store_of(tmp_path / "store")
+    store.put(checkpoint)
+    file = tmp_path / "store" / "checkpoint-3" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for read in (store.verify, lambda name: store.fetch(name, tmp_path / "disk")):
+        with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors is not as it was saved"):
+            read("checkpoint-3")
+    assert not list((tmp_path / "disk").iterdir())
+    store.verify("checkpoint-3", contents=False)
+
+
+def test_a_store_that_stumbles_is_tried_again(tmp_path: Path, checkpoint: Path, flaky: type[Flaky]) -> None:
+    flaky.failures, flaky.torn = {"put": 3, "cat": 2}, "model.safetensors"
+    store = ObjectStore(f"flaky://{tmp_path}/store", "checkpoint-")
+    store.put(checkpoint)
+    assert flaky.failures == {"put": 0, "cat": 2}
+    assert flaky.torn is None
+    store.fetch("checkpoint-3", tmp_path / "disk")
+    store.verify("checkpoint-3")
+
+
+def test_a_store_that_does_not_come_back_is_given_up(tmp_path: Path, checkpoint: Path, flaky, monkeypatch) -> None:
+    monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", 0.5)
+    flaky.failures = {"put": 1000}
+    store = ObjectStore(f"flaky://{tmp_path}/store", "checkpoint-")
+    with pytest.raises(ConnectionResetError, match="put: connection reset"):
+        store.put(checkpoint)
+    assert store.newest() is None
+
+
+def test_retention_leaves_the_newest_and_the_best(tmp_path: Path, checkpoint: Path) -> None:
+    store = store_of(tmp_path)
+    for step in (3, 6, 8):
+        store.put(checkpoint.with_name(f"checkpoint-{step}") if step < 8 else checkpoint)
+    (tmp_path / "checkpoint-9").mkdir()  # incomplete: none of ours to remove
+    assert store.retire(1, ["checkpoint-3"]) == []
+    assert store.retire(1) == ["checkpoint-3"]
+    assert store.names() == ["checkpoint-6", "checkpoint-9"]
+    assert store.retire(1) == []
+
+
+def test_two_runs_do_not_share_a_store(tmp_path: Path, checkpoint: Path) -> None:
+    first, second = store_of(tmp_path, job="first"), store_of(tmp_path, job="second")
+    first.put(checkpoint)
+    with pytest.raises(CheckpointLockedError, match=r"is the store of another run, on .*resume from there"):
+        second.put(checkpoint)
+    store_of(tmp_path, job="first").put(checkpoint)  # started again
+    heir = store_of(tmp_path, job="heir", takes_over=True)
+    heir.put(checkpoint)
+    with pytest.raises(CheckpointLockedError, match=r"was taken over by a run on .*this one saves there no more"):
+        first.put(checkpoint)
+    owner = json.loads((tmp_path / OWNER_NAME).read_text())
+    (tmp_path / OWNER_NAME).write_text(json.dumps({**owner, "time": time.time() - 700}))
+    second.put(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("uri", "error", "message"),
+    [
+        ("nowhere://bucket", ConfigError, "is no address of a store"),
+        ("abfs://user:secret@bucket/run", MissingExtraError, "adlfs"),
+    ],
+)
+def test_an_address_that_cannot_be_opened_says_what_is_missing(uri: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        ObjectStore(uri, "checkpoint-")
+    assert "secret" not in str(caught.value)
+
+
+def test_credentials_are_not_shown() -> None:
+    assert shown("s3://key:secret@host/run and memory://x") == "s3://***@host/run and memory://x"
+
+
+def test_a_slow_store_gets_the_newest(tmp_path: Path, checkpoint: Path) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    class Slow(ObjectStore):
+        sent: ClassVar[list[str]] = []
+
+        def put(self, path: Path) -> int:
+            began.set()
+            go_on.wait(20)
+            self.sent.append(path.name)
+            return 0
+
+    uploads = Uploads(Slow(f"file://{tmp_path}", "checkpoint-"))
+    uploads.submit(Path("checkpoint-1"), None, ())
+    began.wait(20)
+    for number in (2, 3):
+        uploads.submit(Path(f"checkpoint-{number}"), None, ())
+    assert [path.name for path in uploads.in_use] == ["checkpoint-1", "checkpoint-3"]
+    go_on.set()
+    uploads.wait()
+    assert Slow.sent == ["checkpoint-1", "checkpoint-3"]
+    assert uploads.in_use == []
+
+
+# --- a run that loses its disk ----------------------------------------------------------------------------------------
+
+
+def after_a_loss(directory: Path, *, strategy: str, given: Any, save_async: bool = False) -> dict[str, Any]:
+    """Resume on an empty disk what was trained to its middle on another."""
+    uri = f"file://{directory}/store"
+    options = {"strategy": strategy, "save_async": save_async, "save_total_limit": 2}
+    trained(directory / "lost", uri, max_steps=6, lr_scheduler_type="constant", **options)
+    given = given.format(uri=uri) if isinstance(given, str) else given
+    return trained(directory / "new", uri, given, lr_scheduler_type="constant", **options)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(
+    ("strategy", "given", "save_async"),
+    [
+        ("single", "latest", False),
+        ("single", "{uri}", True),
+        ("ddp", True, True),
+        ("fsdp_sharded", "{uri}/checkpoint-6", False),
+    ],
+)
+def test_a_run_goes_on_from_the_store_on_an_empty_disk(tmp_path, strategy: str, given: Any, save_async: bool) -> None:
+    whole = on_ranks(strategy, trained, tmp_path / "whole", lr_scheduler_type="constant")[0]
+    found = on_ranks(strategy, after_a_loss, tmp_path, given=given, save_async=save_async)[0]
+    assert found["losses"] == whole["losses"]
+    np.testing.assert_equal(found["weights"], whole["weights"])
+    store = store_of(tmp_path / "store")
+    assert set(store.names()) == {path.name for path in (tmp_path / "new").glob("checkpoint-*")}
+    assert len(store.names()) == 2
+    for name in store.names():
+        store.verify(name)
+
+
+def native(directory: Path, uri: str, steps: int) -> list[float]:
+    import torch
+
+    from accel_trainer import Accelerator
+    from accel_trainer.utils import ProjectConfiguration
+
+    options = ProjectConfiguration(project_dir=str(directory), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=options, config={"checkpoint_uri": uri})
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    if steps > 3:
+        accelerator.load_state()
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        accelerator.save_state()
+    accelerator.end_training()
+    return [value.item() for value in model.parameters() for value in value.detach().flatten()]
+
+
+def test_a_native_loop_goes_on_from_the_store(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/store"
+    native(tmp_path / "lost", uri, 3)
+    assert store_of(tmp_path / "store").names() == []
+    assert sorted(path.name for path in (tmp_path / "store").glob("checkpoint_*")) == ["checkpoint_1", "checkpoint_2"]
+    found = native(tmp_path / "new", uri, 6)
+    assert found != native(tmp_path / "begun anew", f"file://{tmp_path}/other", 3)
+    assert (tmp_path / "new" / "checkpoints" / "checkpoint_5").is_dir()
+
+
+def test_a_failed_upload_is_raised_by_the_next_save(tmp_path: Path, flaky, monkeypatch) -> None:
+    class Wait(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if (uploads := trainer.run_checkpoints.checkpointer._uploads) is not None:
+                uploads.wait()
+
+    monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", 0.1)
+    for policy, step in (("raise", 4), ("warn", 8)):
+        flaky.failures = {"put": 10**6}
+        options = {"save_strategy": "steps", "save_steps": 2, "on_save_error": policy}
+        trainer = build_trainer(tmp_path / policy, checkpoint_uri=f"flaky://{tmp_path}/store", **options)
+        trainer.add_callback(Wait())
+        with pytest.raises(ConnectionResetError, match="put: connection reset") if step == 4 else nullcontext():
+            trainer.train()
+        assert trainer.state.global_step == step
+
+
+def per_node(directory: Path) -> None:
+    trained(directory, f"file://{directory}/store", save_on_each_node=True)
+
+
+def test_a_disk_for_each_node_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="with save_on_each_node: each node would send a checkpoint of the same name"):
+        per_node(tmp_path)
+
+
+def test_the_command_line_reads_and_prunes_a_store(tmp_path: Path, checkpoint: Path, capsys) -> None:
+    uri = f"file://{tmp_path}/store"
+    for step in (3, 6):
+        assert main(["ckpt", "copy", str(checkpoint.with_name(f"checkpoint-{step}")), uri]) == 0
+    assert main(["ckpt", "list", uri]) == 0
+    assert main(["ckpt", "verify", uri]) == 0
+    (tmp_path / "store" / "checkpoint-3" / "trainer_state.json").write_text("{}")
+    assert main(["ckpt", "verify", uri]) == 1
+    assert main(["ckpt", "prune", uri, "--keep", "1"]) == 0
+    assert main(["ckpt", "copy", f"{uri}/checkpoint-6", str(tmp_path / "disk")]) == 0
+    assert is_complete(tmp_path / "disk" / "checkpoint-6")
+    lines = capsys.readouterr().out
+    assert "checkpoint-6  complete, " in lines
+    assert "checkpoint-3  not good: " in lines
+    assert "removed checkpoint-3\n1 removed" in lines
+    assert main(["ckpt", "copy", str(tmp_path), str(tmp_path / "disk")]) == 2
+    assert "one of them is to be an address (s3://bucket/run)" in capsys.readouterr().err
