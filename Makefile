@@ -85,7 +85,7 @@ test-families: $(VENV)/.installed ## every family of transformers with a plan fo
 	$(BIN)/python -m tests.family_matrix $(FAMILY_ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.installed ## kill 200 runs while they save, load 20,000 changed checkpoints, send runs 20 signals
+soak: $(VENV)/.installed ## kill 200 runs while they save and 200 while they upload, load 20,000 changed checkpoints, send runs 20 signals
 	$(BIN)/python -m tests.checkpoint.soak $(SOAK_ARGS)
 	$(BIN)/python -m tests.trainer.signal_soak
 

@@ -31,9 +31,10 @@ preload(
 class SavedRun:
     """Every number in it is the step: a checkpoint with two different ones is a mixture."""
 
-    def __init__(self, directory: Path, total_limit: int | None = 1) -> None:
+    def __init__(self, directory: Path, total_limit: int | None = 1, config: dict[str, Any] | None = None) -> None:
         self.accelerator = Accelerator(
             cpu=True,
+            config=config,
             project_config=ProjectConfiguration(directory, automatic_checkpoint_naming=True, total_limit=total_limit),
         )
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))

@@ -1,4 +1,4 @@
-"""`make soak`: kill runs that save all the time at random moments, and look at what is left; load changed checkpoints.
+"""`make soak`: kill runs that save, or upload, at random moments, and look at what is left; load changed checkpoints.
 
     python -m tests.checkpoint.soak [--trials N] [--mutations N] [--seed S]
 
@@ -15,10 +15,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.checkpoint.crash_job import random_kill
 from tests.checkpoint.mutations import KINDS, limit_memory, trial
+from tests.checkpoint.store_kills import random_loss
 
 
 def main() -> int:
@@ -28,20 +30,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first trial; each has the next one")
     options = parser.parse_args()
     logging.getLogger("accel_trainer").setLevel(logging.CRITICAL)
-    return kill(options.trials, options.seed) or mutate(options.mutations, options.seed)
+    if kill(random_kill, "saves", options.trials, options.seed):
+        return 1
+    return kill(random_loss, "uploads", options.trials, options.seed) or mutate(options.mutations, options.seed)
 
 
-def kill(trials: int, first: int) -> int:
+def kill(lose: Callable[[Path, int], int], what: str, trials: int, first: int) -> int:
     begin, held = time.monotonic(), [-1]
     for seed in range(first, first + trials):
         with tempfile.TemporaryDirectory(prefix="soak-") as directory:
             try:
-                held.append(random_kill(Path(directory), seed))
+                held.append(lose(Path(directory), seed))
             except AssertionError as error:
                 print(f"seed {seed}: {error}", file=sys.stderr)
                 return 1
     print(
-        f"{trials} kills in {time.monotonic() - begin:.0f} s after 0 to {max(held) + 1} saves: none that was "
+        f"{trials} kills in {time.monotonic() - begin:.0f} s after 0 to {max(held) + 1} {what}: none that was "
         "acknowledged was lost, none was a mixture, nothing published was broken"
     )
     return 0
