@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.iterable_reader import set_dataset_epoch
@@ -27,7 +27,13 @@ from accel_trainer.data.randomness import (
     init_seeded_worker,
     without_turns,
 )
-from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler, find_generator, find_replicated
+from accel_trainer.data.sampler import (
+    GeneratorRandomSampler,
+    SeedableRandomSampler,
+    ShardedBatchSampler,
+    find_generator,
+    find_replicated,
+)
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import broadcast_object
@@ -44,9 +50,13 @@ def build_index_source(
     _check(loader, shards)
     base: Any = _without_torchdata(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, loader)
     generator = find_generator(base)
-    order_seed = seed if generator is None else broadcast_object(generator.initial_seed(), process)
-    if config.use_seedable_sampler:
-        base = _seedable(base, order_seed)
+    order_seed = seed
+    if generator is not None:
+        order_seed, state = broadcast_object((generator.initial_seed(), generator.get_state()), process)
+        is_drawn = generator is loader.generator
+        base = _with_shuffle(base, lambda data: GeneratorRandomSampler(data, generator, state, draws_seed=is_drawn))
+    elif config.use_seedable_sampler:
+        base = _with_shuffle(base, lambda data: SeedableRandomSampler(data, order_seed))
     sampler = ShardedBatchSampler(
         base, shards, shard, config.split_batches, config.even_batches, join=True, seed=order_seed
     )
@@ -61,7 +71,9 @@ def build_index_source(
         sampler.num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
     worker_seed = seed if loader.generator is None else loader.generator.initial_seed()
     is_batched = loader.batch_sampler is not None
-    source = IndexSource(sampler, loader.dataset, worker_seed, is_batched=is_batched, in_order=in_order)
+    # Rank 0 alone begins passes where it reads for all.
+    asked = None if shard is None else process
+    source = IndexSource(sampler, loader.dataset, worker_seed, asked, is_batched=is_batched, in_order=in_order)
     source.note_generator(generator)
     return source
 
@@ -93,14 +105,14 @@ def _without_torchdata(sampler: Any, loader: DataLoader[Any]) -> Any:
     return sampler
 
 
-def _seedable(base: Any, seed: int) -> Any:
-    """Return a sampler or batch sampler with a plain shuffle replaced by one that depends on seed and epoch alone."""
+def _with_shuffle(base: Any, build: Callable[[Sized], Sampler[int]]) -> Any:
+    """Return a sampler or batch sampler with a plain shuffle replaced by one whose order is known for every epoch."""
     is_batched = type(base) is BatchSampler
     shuffle = base.sampler if is_batched else base
     # The one of shuffle=True: every sample once, in random order.
     if type(shuffle) is not RandomSampler or shuffle.replacement or shuffle.num_samples != len(shuffle.data_source):
         return base
-    seeded = SeedableRandomSampler(shuffle.data_source, seed)
+    seeded = build(shuffle.data_source)
     return BatchSampler(seeded, base.batch_size, base.drop_last) if is_batched else seeded
 
 
@@ -110,19 +122,34 @@ class IndexSource:
     has_exact_length = True
 
     def __init__(
-        self, sampler: ShardedBatchSampler, dataset: Any, seed: int, *, is_batched: bool, in_order: bool
+        self,
+        sampler: ShardedBatchSampler,
+        dataset: Any,
+        seed: int,
+        process: ProcessContext | None,
+        *,
+        is_batched: bool,
+        in_order: bool,
     ) -> None:
+        """`process` of the ranks that begin passes together; None for one that reads for all."""
         self.sampler = sampler
         self._is_batched = is_batched
         self._in_order = in_order
         self._dataset = dataset
         self._seed = seed
+        self._process = process
         self._resumed: Position | None = None
         self._seeded: tuple[torch.Generator, int] | None = None
 
     def note_generator(self, generator: torch.Generator | None) -> None:
-        """Keep the user's generator, whose seed the order is made of from here on."""
-        self._seeded = None if generator is None else (generator, generator.initial_seed())
+        """Keep a generator that is not followed: the order is made of the seed that it has now."""
+        is_followed = generator is None or self._followed is not None
+        self._seeded = None if is_followed else (generator, generator.initial_seed())
+
+    @property
+    def _followed(self) -> GeneratorRandomSampler | None:
+        shuffle = self.sampler.shuffle
+        return shuffle if isinstance(shuffle, GeneratorRandomSampler) else None
 
     @property
     def start(self) -> int:
@@ -213,6 +240,7 @@ class IndexSource:
             progress or self.loaded,
             epoch,
             seed=self.sampler.order_seed,
+            generator=None if self._followed is None else self._followed.saved_at(epoch),
             dataset_length=length_of(self._dataset),
             global_batch=self.total_batch_size,
         )
@@ -220,6 +248,13 @@ class IndexSource:
     def resume(self, position: Position) -> None:
         """Begin the next pass of an epoch at `position`."""
         check_length(self._dataset, position)
+        followed = self._followed
+        if position.seed is not None and (followed is None) != (position.generator is None):
+            has = "no generator of its own" if followed is None else "a generator of its own"
+            raise IncompatibleCheckpointError(
+                f"the state is that of a loader {'with' if followed is None else 'without'} a generator of its own, "
+                f"which draws the order, and this one has {has}; give the DataLoader what it had then"
+            )
         sampler, before = self.sampler, (self.epoch, self.sampler.order_seed)
         self.set_epoch(position.epoch)
         if position.seed is not None:
@@ -232,6 +267,8 @@ class IndexSource:
             raise
         if position.seed is not None and self._seed == before[1]:
             self._seed = position.seed
+        if followed is not None and position.generator is not None:
+            followed.load(position.generator)
         sampler.begin_at(0, (position.epoch, origin))
         self._resumed = position if position.samples else None
 
@@ -266,31 +303,35 @@ class IndexSource:
     def _begin(self, loader: Any, progress: Progress) -> Iterator[Any]:
         if self._seeded is not None and self._seeded[0].initial_seed() != self._seeded[1]:
             logger.warning(
-                f"a loader's generator was seeded with {self._seeded[0].initial_seed()} after prepare(), and its order "
-                f"follows the seed {self._seeded[1]} that it had then, and the epoch: seed it before prepare(), or "
-                "choose another order with set_epoch()"
+                f"the generator of a loader's {type(self.sampler.shuffle).__name__} was seeded with "
+                f"{self._seeded[0].initial_seed()} after prepare(), and its order follows the seed {self._seeded[1]} "
+                "that it had then, and the epoch: seed it before prepare(), or choose another order with set_epoch()"
             )
             self.note_generator(self._seeded[0])  # once for each new seed
+        followed = self._followed
+        if followed is not None:
+            followed.take(self._process)
         is_mid_epoch = bool(self.sampler.start or self.sampler.origin)
+        is_drawn = is_mid_epoch or followed is not None and followed.draws_seed
         shard = stream_index(self.sampler.process_index or 0)
-        batches = begin_pass(loader, loader.native_iterator, self._seed, progress.epoch, shard, is_mid_epoch)
+        batches = begin_pass(loader, loader.native_iterator, self._seed, progress.epoch, shard, is_drawn=is_drawn)
         return without_turns(batches) if is_mid_epoch and loader.num_workers else batches
 
 
 def begin_pass(
-    loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], seed: int, epoch: int, shard: int, is_mid_epoch: bool
+    loader: DataLoader[Any], begin: Callable[[], Iterator[Any]], seed: int, epoch: int, shard: int, *, is_drawn: bool
 ) -> Iterator[Any]:
-    """Return the iterator of a loader; in the middle of an epoch, without a draw from torch's global stream.
+    """Return the iterator of a loader; where the number that one without workers draws `is_drawn`, without it.
 
-    A loader without workers draws a number there when an epoch begins. It is drawn already in the random state that a
-    run goes on with, and another one would change every dropout after it.
+    It comes from torch's global stream, or from the loader's generator, when an epoch begins. In the middle of one it
+    is drawn already in the random state that a run goes on with: another would change every dropout after it.
     """
     if loader.num_workers > 0:
         # Workers derive their streams from one draw of this generator: augmentation differs per shard and worker.
         # Persistent ones draw it in the first pass, and it is the same in whatever epoch that is.
         worker_seed = mix_seed(seed, 0 if loader.persistent_workers else epoch, shard)
         loader.generator = torch.Generator().manual_seed(worker_seed)
-    if loader.num_workers > 0 or not is_mid_epoch:
+    if loader.num_workers > 0 or not is_drawn:
         return begin()
     kept, loader.generator = loader.generator, torch.Generator()
     try:

@@ -227,7 +227,7 @@ class _StreamSource:
         self._stream.begin_epoch(progress.epoch)
         is_mid_epoch = progress.start[1] > 0
         begin = self._reader.__iter__
-        return begin_pass(self._reader, begin, self._seed, progress.epoch, stream_index(shard), is_mid_epoch)
+        return begin_pass(self._reader, begin, self._seed, progress.epoch, stream_index(shard), is_drawn=is_mid_epoch)
 
 
 class SliceSource(_StreamSource):

@@ -301,7 +301,9 @@ class PreparedDataLoader(DataLoader[Any]):
             IncompatibleCheckpointError: it is no state of a loader.
         """
         position = Position.read(state_dict)
-        beginning = Position(epoch=position.epoch + position.is_complete, seed=position.seed)
+        beginning = Position(
+            epoch=position.epoch + position.is_complete, seed=position.seed, generator=position.generator
+        )
         self._source.resume(beginning)
         self._bookmark.forget()
         self._bookmark.noted = position if position.samples else None
@@ -553,7 +555,8 @@ def prepare_data_loader(
 ) -> PreparedDataLoader:
     """Return the loader with the batches of this shard; one that is prepared already is returned with the hooks added.
 
-    Collective when a sampler has a generator of its own: rank 0's seed counts. Otherwise ranks do not communicate.
+    Collective when a sampler has a generator of its own: rank 0's counts, here and where passes begin. Otherwise ranks
+    do not communicate.
 
     Args:
         device: target device of the batches; None, or a CPU device, leaves them where the loader's workers put them.

@@ -77,6 +77,8 @@ class Position:
     """Whether that was the epoch's last batch."""
     seed: int | None = None
     """Seed of the order."""
+    generator: list[Any] | None = None
+    """An epoch, and the state that the loader's own generator has at its beginning; None without one."""
     dataset_length: int | None = None
     global_batch: int | None = None
     """Samples of a full step; None where batches vary in size."""

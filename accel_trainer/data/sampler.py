@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 from collections import deque
 from collections.abc import Iterator, Sized
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
 from accel_trainer.data.plan import (
@@ -25,7 +27,9 @@ from accel_trainer.data.plan import (
     seed_for_epoch,
 )
 from accel_trainer.data.randomness import draw_alike
-from accel_trainer.errors import IncompatibleCheckpointError
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.runtime.collectives import broadcast_object
+from accel_trainer.runtime.process import ProcessContext
 
 _NESTED = ("batch_sampler", "sampler")
 _NESTED_LIST = "batch_samplers"  # of sentence-transformers' samplers over several datasets
@@ -38,9 +42,27 @@ class SeedableRandomSampler(RandomSampler):
     """
 
     def __init__(
-        self, data_source: Sized, seed: int | None = None, epoch: int = 0, *, data_seed: int | None = None
+        self,
+        data_source: Sized,
+        seed: int | None = None,
+        epoch: int = 0,
+        *,
+        data_seed: int | None = None,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
-        """Shuffle by `seed`, the same on every rank; when None by `data_seed` (accelerate's name), else torch's."""
+        """Shuffle by `seed`, the same on every rank; when None by `data_seed` (accelerate's name), else torch's.
+
+        accelerate's calls give it `generator`, whose state decides nothing there either, and all of `num_samples`.
+
+        Raises:
+            ConfigError: `num_samples` is not the length of `data_source`.
+        """
+        if num_samples not in (None, len(data_source)):
+            raise ConfigError(
+                f"SeedableRandomSampler(num_samples={num_samples}) of {len(data_source)} samples: an epoch has each of "
+                "them once; leave num_samples out, or shuffle with torch's RandomSampler"
+            )
         super().__init__(data_source)
         given = data_seed if seed is None else seed
         self.seed = torch.initial_seed() if given is None else given
@@ -59,6 +81,72 @@ class SeedableRandomSampler(RandomSampler):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next pass takes."""
         self.epoch = epoch
+
+
+class GeneratorRandomSampler(SeedableRandomSampler):
+    """Shuffle by a generator of the user's as torch's loader does: by its state when a pass begins, rank 0's for all.
+
+    From the state that was found last, those of later epochs follow by the draws of full passes: an order depends on
+    that state and the epoch alone, and needs no pass before it.
+    """
+
+    def __init__(self, data_source: Sized, generator: torch.Generator, state: Tensor, *, draws_seed: bool) -> None:
+        """`state` is that of rank 0's generator; `draws_seed`, whether a pass of the loader draws a seed from it."""
+        super().__init__(data_source, generator.initial_seed())
+        self.generator = generator
+        self.draws_seed = draws_seed
+        self._states = {0: state}
+        """At the beginning of epochs: where the state was found, and of those reached since."""
+        self._left = generator.get_state()
+        self._is_loaded = False
+
+    @property
+    def order(self) -> Tensor:
+        """The order of the present epoch: int64, one entry for each sample."""
+        return self._draw(self._state_at(self.epoch))[0]
+
+    def take(self, process: ProcessContext | None) -> None:
+        """Take the generator as it is at the beginning of a pass, and leave it as after the pass.
+
+        Collective: rank 0's counts; `process` of None is a rank that reads for all.
+        """
+        generator: Any = self.generator
+        now = generator.get_state()
+        # In an epoch that was loaded, its own state decides.
+        found = None if self._is_loaded or torch.equal(now, self._left) else now
+        if process is not None:
+            found = broadcast_object(found, process)
+        if found is not None:
+            self._states = {self.epoch: found}
+        self._is_loaded = False
+        self._left = self._state_at(self.epoch + 1)
+        generator.set_state(self._left)
+
+    def saved_at(self, epoch: int) -> list[Any]:
+        """Return an epoch, and the generator's state at its beginning in base64 (6,744 characters)."""
+        return [epoch, base64.b64encode(self._state_at(epoch).numpy().tobytes()).decode()]
+
+    def load(self, saved: list[Any]) -> None:
+        """Take what `saved_at` has returned."""
+        self._states = {saved[0]: torch.frombuffer(bytearray(base64.b64decode(saved[1])), dtype=torch.uint8)}
+        self._is_loaded = True
+
+    def _state_at(self, epoch: int) -> Tensor:
+        reached = max((known for known in self._states if known <= epoch), default=min(self._states))
+        for passed in range(reached, epoch):
+            self._states[passed + 1] = self._draw(self._states[passed])[1]
+        return self._states[max(reached, epoch)]
+
+    def _draw(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the order of a pass that begins with `state`, and the state after it, as torch's RandomSampler."""
+        generator = torch.Generator()
+        generator.set_state(state)
+        if self.draws_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+        count = len(self.data_source)
+        order = torch.randperm(count, generator=generator)
+        torch.randperm(count, generator=generator)  # torch 2.11 to 2.15 draw for a rest of no samples, too
+        return order, generator.get_state()
 
 
 class ShardedBatchSampler(Sampler[Any]):
@@ -184,15 +272,20 @@ class ShardedBatchSampler(Sampler[Any]):
         self.start, self._origin = step, origin
 
     @property
+    def shuffle(self) -> Any:
+        """The sampler below the batches."""
+        return getattr(self.batch_sampler, "sampler", self.batch_sampler)
+
+    @property
     def order_seed(self) -> int | None:
         """The seed of the order; None where samplers are left as they are."""
-        shuffle = getattr(self.batch_sampler, "sampler", self.batch_sampler)
-        return shuffle.seed if type(shuffle) is SeedableRandomSampler else self.seed
+        shuffle = self.shuffle
+        return shuffle.seed if isinstance(shuffle, SeedableRandomSampler) else self.seed
 
     @order_seed.setter
     def order_seed(self, seed: int | None) -> None:
-        shuffle = getattr(self.batch_sampler, "sampler", self.batch_sampler)
-        if type(shuffle) is SeedableRandomSampler and seed is not None:
+        shuffle = self.shuffle
+        if isinstance(shuffle, SeedableRandomSampler) and seed is not None:
             shuffle.seed = seed
         self.seed = None if self.seed is None else seed
 
@@ -310,7 +403,7 @@ def _known_order(batch_sampler: Any) -> range | torch.Tensor | None:
     sampler = batch_sampler.sampler
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
-    return sampler.order if type(sampler) is SeedableRandomSampler else None
+    return sampler.order if type(sampler) in (SeedableRandomSampler, GeneratorRandomSampler) else None
 
 
 def find_generator(sampler: Any) -> torch.Generator | None:
