@@ -20,7 +20,7 @@ ACCELERATE := accelerate==1.15.0
 # Libraries around transformers that tests/ecosystem trains with, each with what only it needs.
 ECOSYSTEM := peft==0.21.2 bitsandbytes==0.50.2 $(ACCELERATE) psutil
 ECOSYSTEM += trl==1.16.0 sentence-transformers==6.2.0 setfit==1.2.0
-ECOSYSTEM += apollo-torch==1.0.3 galore-torch==1.0 grokadamw==0.1.2 schedulefree==1.4.1 torch-optimi==0.3.3 torchao==0.18.0
+ECOSYSTEM += apollo-torch==1.0.3 galore-torch==1.0 grokadamw==0.1.2 lomo-optim==0.1.1 schedulefree==1.4.1 torch-optimi==0.3.3 torchao==0.18.0
 ECOSYSTEM += optuna==5.0.0 alembic==1.20.1 colorlog==6.12.0 mako==1.4.3 sqlalchemy==2.1.9
 # Zensical is the maintained successor of mkdocs-material (which ends in May 2027) and reads its files; ruff sets signatures.
 DOCS := zensical==0.0.73 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 ruff

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.accelerator.shared_state import Forwarded
+from accel_trainer.config import MixedPrecision, NonFiniteAction, RunConfig
 from accel_trainer.errors import ConfigError, DesyncError
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import ProcessContext
@@ -21,7 +22,7 @@ from accel_trainer.runtime.rank_watch import current_watch
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.tensor_trees import send_to_device
 from accel_trainer.runtime.whereabouts import section
-from accel_trainer.strategies.api import TrainUnit
+from accel_trainer.strategies.api import Capabilities, TrainUnit
 from accel_trainer.strategies.gradients import choose_samples, sample_sum
 from accel_trainer.strategies.optimizers import parameters_of
 
@@ -41,9 +42,38 @@ def move_to_device(state: Any, device: str | torch.device) -> Any:
     return send_to_device(state, device)
 
 
+def is_layerwise(optimizer: Any) -> bool:
+    """Whether an optimizer has none of the parameters, and stands for one of each that a hook steps in the backward."""
+    return hasattr(optimizer, "optimizer_dict")  # LayerWiseDummyOptimizer of transformers 5.17 to 5.23
+
+
 def updates_in_backward(optimizer: Any) -> bool:
-    """Whether an optimizer updates each parameter as soon as its gradient is there, as LOMO does."""
-    return callable(getattr(optimizer, "fused_backward", None))
+    """Whether an optimizer updates each parameter as soon as its gradient is there, as LOMO and layer-wise ones do."""
+    return callable(getattr(optimizer, "fused_backward", None)) or is_layerwise(optimizer)
+
+
+def check_in_backward(
+    name: str, config: RunConfig, process: ProcessContext, capabilities: Capabilities, more: Mapping[str, bool] = {}
+) -> None:
+    """Raise ConfigError where something comes before the update and after the backward, in which `name` updates.
+
+    Args:
+        name: of the optimizer.
+        more: what else the update would have to wait for, in words, and whether that is so.
+    """
+    waits = {
+        "all processes have given their gradients": process.is_distributed,
+        "the shards of a gradient are together": capabilities.shards_parameters or capabilities.builds_engine,
+        "fp16 is unscaled": config.mixed_precision is MixedPrecision.FP16,
+        "on_nonfinite='skip_step' can leave an update out": config.on_nonfinite is NonFiniteAction.SKIP_STEP,
+        **more,
+    }
+    found = " and ".join(each for each, is_so in waits.items() if is_so)
+    if found:
+        raise ConfigError(
+            f"{name} updates each parameter in the backward, before {found}; train with it on one process, in fp32 or "
+            "bf16, with one micro-batch in an update, or use another optimizer"
+        )
 
 
 class _OfWrapped(Forwarded[Any]):
@@ -78,7 +108,8 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer = optimizer
         self.prepared = tuple(prepared)
         self._step_was_skipped = False
-        self._has_updated = updates_in_backward(optimizer)
+        self.updates_in_backward = updates_in_backward(optimizer)
+        """Whether the parameters have been updated, and the gradients are gone, when `step` is called."""
         self._guard = guard
         self._replica_check = replica_check
 
@@ -119,7 +150,9 @@ class AcceleratedOptimizer(Optimizer):
             self._require_one_window()
             return None
         PROGRESS.updates += 1
-        if self._has_updated:
+        if self.updates_in_backward:
+            if self._guard is not None:
+                self._guard.skips()  # by the loss: it raises, warns or rolls back
             return None
         if not self.prepared:
             return self.optimizer.step(closure)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer, ReplicaCheck
+from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer, ReplicaCheck, is_layerwise
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.data.loader import PreparedDataLoader
@@ -82,7 +82,7 @@ class Prepared:
         Models of `replaced` units are among `models`. On one process, an optimizer may join its full model later.
         """
         alone = {id(o): o for o in self.alone}
-        bare = {id(o): o for o in optimizers if not isinstance(o, AcceleratedOptimizer)} | alone
+        bare = {id(o): o for o in optimizers if _is_bare(o)} | alone
         unbound = [optimizer for optimizer in bare.values() if not self.units_of(optimizer)]
         staying = [prepared for prepared in self.units if prepared not in replaced]
         takes_all = not (is_distributed or capabilities.shards_parameters or models or staying)
@@ -137,6 +137,11 @@ class Prepared:
             held.clear()
         # A new list: the one in use may be `units` itself, whose micro-batch is entered and left later.
         self.current = []
+
+
+def _is_bare(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is the user's own, and holds parameters of a model."""
+    return not (isinstance(optimizer, AcceleratedOptimizer) or is_layerwise(optimizer))
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_trainer import logging
-from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer, updates_in_backward
+from accel_trainer.accelerator.accelerated_optimizer import (
+    AcceleratedOptimizer,
+    check_in_backward,
+    is_layerwise,
+    updates_in_backward,
+)
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler, DeepSpeedSchedulerWrapper
 from accel_trainer.accelerator.accumulation import AccumulationWindow, PreparedUnit
 from accel_trainer.accelerator.settings import AcceleratorSettings
@@ -164,13 +169,8 @@ class AcceleratorPreparing(AcceleratorSettings):
         is_stale = isinstance(optimizer, AcceleratedOptimizer) and optimizer not in self._prepared.optimizers
         bare = optimizer.optimizer if is_stale else optimizer
         if updates_in_backward(bare):
-            if self.process.is_distributed or self.scaler is not None:
-                raise ConfigError(
-                    f"{type(bare).__name__} updates each parameter in the backward, before "
-                    f"{'all processes have given their gradients' if self.scaler is None else 'fp16 is unscaled'}; "
-                    "use it on one process without fp16, or another optimizer"
-                )
-            self.has_lomo_optimizer = True
+            check_in_backward(type(bare).__name__, self.config, self.process, self.strategy.capabilities)
+            self.has_lomo_optimizer |= not is_layerwise(bare)
         return bare
 
     def _build_placeholders(self, objects: Iterable[Any]) -> dict[int, OptimizerPlaceholder]:

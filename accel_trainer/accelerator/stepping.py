@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_trainer import logging
-from accel_trainer.accelerator.accelerated_optimizer import describe_models, updates_in_backward
+from accel_trainer.accelerator.accelerated_optimizer import describe_models, is_layerwise, updates_in_backward
 from accel_trainer.accelerator.accumulation import PreparedUnit, TokenWindow
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.data.sampler import ShardedBatchSampler
@@ -257,13 +257,16 @@ class AcceleratorStepping(AcceleratorSettings):
         Raises:
             ConfigError: no such optimizer is prepared, there is no learning rate, or gradients are to be accumulated.
         """
-        found = [each.optimizer for each in self._prepared.optimizers if updates_in_backward(each.optimizer)]
+        held = [each.optimizer for each in self._prepared.optimizers]
+        found = [each for each in held if updates_in_backward(each) and not is_layerwise(each)]
         if not found or learning_rate is None or self.gradient_accumulation_steps > 1:
             raise ConfigError(
                 f"lomo_backward(learning_rate={learning_rate}) with {len(found)} LOMO optimizer(s) and "
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps}: it updates parameters of "
                 "prepared LOMO optimizers at once; call backward(loss, learning_rate=...) with accumulation of 1"
             )
+        if self.nonfinite_guard is not None:
+            self.nonfinite_guard.add_loss(loss)
         for optimizer in found:
             optimizer.fused_backward(loss, learning_rate)  # type: ignore[attr-defined]
 

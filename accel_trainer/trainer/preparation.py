@@ -25,6 +25,7 @@ from transformers import enable_full_determinism, set_seed
 from transformers.trainer_utils import has_length
 
 from accel_trainer import logging
+from accel_trainer.accelerator.accelerated_optimizer import check_in_backward, updates_in_backward
 from accel_trainer.accelerator.accelerator import Accelerator
 from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState, is_initialized, share_accelerator
 from accel_trainer.checkpoint.weights.into_model import init_empty_weights, load_checkpoint_in_model
@@ -57,8 +58,11 @@ _OF_OPTIMIZER = (
 )  # fmt: skip
 
 _IN_BACKWARD = re.compile(r"lomo|_layerwise$")
+_IN_BACKWARD_OF: WeakKeyDictionary[nn.Module, weakref.ref[Any]] = WeakKeyDictionary()
+"""Models whose parameters an optimizer updates by hooks, which stay as long as the model, with that optimizer."""
 _UNSAVED = {
     re.compile(r"apollo|galore"): "projector objects",
+    re.compile(r"adalomo"): "attributes of its own",
     re.compile(r"grokadamw"): "its parameter groups, by the identity of the parameters",
 }
 _UNSAVED_SHARDS = {re.compile(r"[48]bit|ademamix"): "blocks or rows that are not those of the parameters"}
@@ -111,7 +115,7 @@ def build_accelerator(args: TrainingArguments, model: Any) -> Accelerator:
         accelerator.take_sharded([model])
     _check_options(args, accelerator)
     _check_restarts(args, accelerator)
-    _check_optimizer_name(args, accelerator.strategy.capabilities.shards_parameters)
+    _check_optimizer_name(args, accelerator)
     if accelerator.nonfinite_guard is not None:
         accelerator.nonfinite_guard.roll_back = None  # to a checkpoint of the Trainer's own
     accelerator.gradient_state.plugin_kwargs.update(args.accelerator_config.gradient_accumulation_kwargs or {})
@@ -159,15 +163,26 @@ def _check_restarts(args: TrainingArguments, accelerator: Accelerator) -> None:
             )
 
 
-def _check_optimizer_name(args: TrainingArguments, shards: bool) -> None:
-    """Refuse an optimizer that updates in the backward, or whose state is to be saved and cannot be resumed."""
+def _check_optimizer_name(args: TrainingArguments, accelerator: Accelerator) -> None:
+    """Refuse an optimizer that updates too early for the arguments, or whose state is saved and cannot be resumed."""
     name = str(getattr(args.optim, "value", args.optim))
+    facts = accelerator.strategy.capabilities
+    shards = facts.shards_parameters
     if _IN_BACKWARD.search(name):
-        raise ConfigError(
-            f"optim={name!r} updates each parameter during the backward, before all micro-batches and processes have "
-            "given their gradients: accumulation, clipping and its state in checkpoints would not hold; use adafactor "
-            "or galore_adamw"
-        )
+        steps, norm = args.gradient_accumulation_steps, args.max_grad_norm
+        default = TrainingArguments.__dataclass_fields__["max_grad_norm"].default
+        waits = {
+            f"all micro-batches have given theirs (gradient_accumulation_steps={steps})": steps > 1,
+            f"their norm is known (max_grad_norm={norm:g}; 0 clips nothing)": norm not in (0, default),
+            "an attempt is known to fit (auto_find_batch_size)": bool(args.auto_find_batch_size),
+        }
+        check_in_backward(f"optim={name!r}", accelerator.config, accelerator.process, facts, waits)
+        if norm:
+            logger.warning(
+                "optim=%r updates each parameter in the backward: gradients are not clipped to max_grad_norm=%g, the "
+                "default, and no grad_norm is logged; set max_grad_norm=0 to say so",
+                name, norm,
+            )  # fmt: skip
     if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no" or args.save_only_model:
         return
     for pattern, place in {**_UNSAVED, **(_UNSAVED_SHARDS if shards else {})}.items():
@@ -224,6 +239,7 @@ def create_optimizer(trainer: Trainer, max_steps: int) -> Any:
     Raises:
         ConfigError: the method has made none.
     """
+    _check_hooks(trainer)
     name = "create_optimizer_and_scheduler"
     if _overrides(trainer, name):
         if trainer.lr_scheduler is trainer._schedule_of_both:
@@ -240,7 +256,20 @@ def create_optimizer(trainer: Trainer, max_steps: int) -> Any:
         raise ConfigError(
             f"{name}() of {type(trainer).__name__} left self.optimizer at None; set it to the optimizer to train with"
         )
+    if updates_in_backward(trainer.optimizer):
+        _IN_BACKWARD_OF[trainer.model] = weakref.ref(trainer.optimizer)
     return trainer.optimizer
+
+
+def _check_hooks(trainer: Trainer) -> None:
+    """Refuse a second optimizer for a model whose gradients the hooks of an earlier one take."""
+    earlier = _IN_BACKWARD_OF.get(trainer.model)
+    if earlier is not None and earlier() is not trainer.optimizer:
+        raise ConfigError(
+            f"an optimizer made earlier updates the parameters of this {type(trainer.model).__name__} in the backward, "
+            "by hooks that stay on them and would leave another one no gradients; build the model anew, or give the "
+            "Trainer a model_init"
+        )
 
 
 def _join_groups(trainer: Trainer, optimizer: Any) -> None:

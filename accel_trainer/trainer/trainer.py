@@ -416,6 +416,9 @@ class Trainer(ResumingMethods, transformers.Trainer):
         if args.torch_empty_cache_steps is not None and self.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
         loss = self._weigh(loss, num_items_in_batch is not None)
+        if accelerator.has_lomo_optimizer:
+            accelerator.lomo_backward(loss, self._get_learning_rate())
+            return loss.detach()
         guard, options = accelerator.nonfinite_guard, dict[str, Any]()
         if guard is not None and guard.spreads:
             guard.spread(loss, options)
@@ -468,10 +471,15 @@ class Trainer(ResumingMethods, transformers.Trainer):
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         # transformers 5.23 (trainer.py:2777) takes the norm by itself over several meshes; the strategy knows its own.
-        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+        return self._bound_grad_norm(model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self.accelerator.clip_grad_norm_(model.parameters(), float("inf")) if grad_norm is None else grad_norm
+        return self._bound_grad_norm(model, float("inf")) if grad_norm is None else grad_norm
+
+    def _bound_grad_norm(self, model: nn.Module, max_norm: float) -> Any:
+        if getattr(self.optimizer, "updates_in_backward", False):
+            return None  # the gradients are gone
+        return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 
     def _get_learning_rate(self) -> Any:
         if self.accelerator.strategy.capabilities.describes_optimizers:

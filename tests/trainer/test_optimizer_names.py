@@ -18,7 +18,10 @@ import torch
 from transformers.training_args import OptimizerNames
 
 from accel_trainer import Accelerator
+from accel_trainer.accelerator.accelerated_optimizer import check_in_backward
+from accel_trainer.config import MixedPrecision, RunConfig
 from accel_trainer.errors import ConfigError
+from accel_trainer.strategies.api import Capabilities
 from tests.ranks import preload, run_ranks
 from tests.strategy_configs import HAS_DEEPSPEED
 from tests.trainer_jobs import build_trainer, weights_of
@@ -29,6 +32,7 @@ MODULES = {
     "bitsandbytes": "bitsandbytes",
     "galore-torch": "galore_torch",
     "grokadamw": "grokadamw",
+    "lomo-optim": "lomo_optim",
     "schedulefree": "schedulefree",
     "torch-optimi": "optimi",
     "torchao": "torchao",
@@ -124,9 +128,47 @@ def test_names_of_torch_and_transformers_train_as_the_table_says(tmp_path):
     compare(HERE, str(tmp_path))
 
 
-@pytest.mark.parametrize("name", [row.name for row in TABLE.values() if row.one == "no"])
-def test_an_optimizer_that_updates_during_the_backward_is_refused(tmp_path, name):
-    assert f"optim='{name}' updates each parameter during the backward" in run(str(tmp_path), name, "one")
+IN_BACKWARD = [row.name for row in TABLE.values() if "lomo" in row.name or "layerwise" in row.name]
+WAITS: dict[str, dict[str, Any]] = {
+    r"all micro-batches have given theirs \(gradient_accumulation_steps=4\)": {"gradient_accumulation_steps": 4},
+    r"their norm is known \(max_grad_norm=0.5; 0 clips nothing\)": {"max_grad_norm": 0.5},
+    r"an attempt is known to fit \(auto_find_batch_size\)": {"auto_find_batch_size": True},
+    "on_nonfinite='skip_step' can leave an update out": {"on_nonfinite": "skip_step"},
+}
+
+
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_what_an_update_in_the_backward_cannot_wait_for_is_refused(tmp_path, name):
+    assert len(IN_BACKWARD) == 6
+    for waits, changes in WAITS.items():
+        with pytest.raises(
+            ConfigError, match=rf"optim='{name}' updates each parameter in the backward, before {waits}"
+        ):
+            build_trainer(tmp_path, **options(name), **changes)
+    with pytest.raises(
+        ConfigError, match=r"\(gradient_accumulation_steps=2\) and their norm is known .*on one process"
+    ):
+        build_trainer(tmp_path, **options(name), gradient_accumulation_steps=2, max_grad_norm=2.0)
+
+
+def test_an_update_in_the_backward_of_scaled_gradients_is_refused():
+    config = RunConfig(mixed_precision=MixedPrecision.FP16)
+    alone = Accelerator(cpu=True).process
+    with pytest.raises(
+        ConfigError, match="Lomo updates each parameter in the backward, before fp16 is unscaled; train"
+    ):
+        check_in_backward("Lomo", config, alone, Capabilities())
+
+
+def refuse_on_ranks(folder: str, *strategies: str) -> list[str]:
+    return [run(folder, name, strategy) for name in IN_BACKWARD for strategy in strategies]
+
+
+@pytest.mark.multirank
+def test_an_update_in_the_backward_of_several_processes_is_refused(tmp_path):
+    for message in run_ranks(refuse_on_ranks, 2, str(tmp_path), "ddp", "fsdp")[0]:
+        assert re.search(r"updates each parameter in the backward, before all processes have given", message)
+    assert "the shards of a gradient are together" in run_ranks(refuse_on_ranks, 1, str(tmp_path), "fsdp")[0][0]
 
 
 @pytest.mark.parametrize("name", [row.name for row in TABLE.values() if row.one == "yes" and row.saved == "no"])
