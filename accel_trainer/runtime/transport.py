@@ -87,7 +87,8 @@ def gather_agreed(tensors: Sequence[Tensor], facts: Hashable, process: ProcessCo
         is_inside = tensor.device.type == "cpu" and size <= free
         places.append((_HEADER_BYTES - free, size) if is_inside else None)
         if is_inside:
-            parts.append(tensor.detach().reshape(-1).view(torch.uint8))
+            # Not reshape(-1), which leaves a column of a matrix with its gaps: no view of bytes.
+            parts.append(tensor.detach().contiguous().view(-1).view(torch.uint8))
             free -= size
     header = torch.cat([*parts, parts[0].new_empty(free)])
     headers = gather_tensors([header], process)[0].view(process.world_size, -1)

@@ -191,6 +191,7 @@ def gather_all_kinds() -> list[Any]:
     dtypes = (torch.bool, torch.int16, torch.bfloat16, torch.complex64, torch.float8_e5m2)
     tensors = [torch.full((3, 2), rank + 1).to(dtype) for dtype in dtypes]
     tensors += [torch.tensor(rank), torch.empty(0, 4), torch.full((5, 100), float(rank)), torch.ones(2, 3).t()]
+    tensors += [torch.arange(6.0).view(3, 2)[:, 1:]]
     gathered = accelerator.gather_for_metrics(tensors)
     assert [tensor.dtype for tensor in gathered] == [tensor.dtype for tensor in tensors]
     sums = [tensor.to(torch.complex64).real.sum(dim=0).flatten()[:1].tolist() for tensor in gathered]
@@ -199,5 +200,5 @@ def gather_all_kinds() -> list[Any]:
 
 def test_small_and_large_tensors_of_any_dtype_are_gathered_for_metrics_exactly():
     expected = [((6, 2), [6.0])] + [((6, 2), [9.0])] * 4
-    expected += [((2,), [1.0]), ((0, 4), [0.0]), ((10, 100), [5.0]), ((6, 2), [6.0])]
+    expected += [((2,), [1.0]), ((0, 4), [0.0]), ((10, 100), [5.0]), ((6, 2), [6.0]), ((6, 1), [18.0])]
     assert run_ranks(gather_all_kinds, 2) == [expected] * 2
