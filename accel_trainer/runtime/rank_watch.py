@@ -38,6 +38,7 @@ from accel_trainer.errors import DesyncError, HangError, NonFiniteError, Process
 from accel_trainer.runtime.progress import PROGRESS, FactBoard, Pace
 from accel_trainer.runtime.torch_private import (
     BROKEN_TEXTS,
+    CLOSED_TEXT,
     EXPIRED_TEXTS,
     begun_collectives,
     default_group,
@@ -77,6 +78,10 @@ _MAX_STACK = 4000  # characters that travel
 _KEPT_CALLS = 64
 _NO_MORE_CALLS = 1 << 40
 _LEFT = "has left the job"
+_CLOSED = (
+    "No collective of the group works from here on, also where the error is caught: let the processes end, and resume "
+    "from a checkpoint (--max_restarts starts them again)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,9 +339,8 @@ class RankWatch:
             failure = self.find_failure()  # written before the rank's connections closed
             if failure is None and is_expired:
                 report = self._report(self._call_roll(), is_final=True)
-                return HangError(
-                    f"{report}\nRank {self._rank} gives up after {self.timeout_seconds:g} s (timeout_seconds)"
-                )
+                waited = f"{self.timeout_seconds:g} s (timeout_seconds)"
+                return HangError(f"{report}\nRank {self._rank} gives up after {waited}. {_CLOSED}")
             failure = failure or self._find_gone()
         except RuntimeError:  # the store has gone with a rank: what the thread has read before
             failure = self._found
@@ -346,7 +350,11 @@ class RankWatch:
         finally:
             self._position = None
         if failure is None:
-            return None
+            # All ranks have answered.
+            return ProcessGroupError(
+                "all ranks are alive, and their connections are closed: a collective has timed out, or was given up, "
+                f"and its error was caught. {_CLOSED}. Rank {self._rank} stopped in {doing} ({where.line})"
+            )
         return self._remote_error(failure, doing, where.line)
 
     def _remote_error(self, failure: _Failure, doing: str, line: str) -> RemoteRankError:
@@ -446,6 +454,8 @@ class RankWatch:
         # A rank may hold the interpreter's lock for once: only one that is silent for a second time is taken for hung.
         are_new = not self._note_silent(answers) <= before
         if seconds >= limit and not are_new and _are_still(answers, limit / 2) and not self.is_muted:
+            if (failure := self._standing_failure(answers)) is not None:
+                self._end_failed(failure, describe_thread(self._loop_thread), seconds)
             text = f"no progress for {seconds:.0f} s, the limit there is {limit:g} s"
             # In this order: the threads look for the end when they answer a call.
             self._store.set(self._key("end"), text)
@@ -487,10 +497,25 @@ class RankWatch:
             return
         if not where.operation and not self._waits_on_device():
             return
+        self._end_failed(failure, where, seconds)
+
+    def _standing_failure(self, answers: list[RankState | None]) -> _Failure | None:
+        """Return the failure of a rank, also this one, that has begun no collective since: all wait for that."""
+        # It takes long to end, on a busy machine, or has caught its error and stands elsewhere.
+        failure = self.find_failure() if self._own is None else self._own[1]
+        if failure is None or failure.how == _LEFT:
+            return None
+        state = answers[failure.rank]
+        return failure if state is None or state.begun == failure.begun else None
+
+    def _end_failed(self, failure: _Failure, where: Whereabouts | None, seconds: float) -> None:
+        """End this process for the failure of a rank."""
         # For ranks that wait for this one, and have no group with the one that failed.
-        self._write(replace(failure, begun=begun_collectives()), None)
-        doing = where.operation or "a collective of its device"
-        waited = f"waited in {doing} for {seconds:.0f} s (update {PROGRESS.updates}, {where.line})"
+        self._write(replace(failure, is_final=True, begun=begun_collectives()), None)
+        doing = (where and where.operation) or "a collective of its device"
+        done = "not ended" if failure.rank == self._rank else f"waited in {doing}"
+        line = "" if where is None else f", {where.line}"
+        waited = f"{done} for {seconds:.0f} s (update {PROGRESS.updates}{line})"
         self._end(where, RemoteRankError, f"{failure}. Rank {self._rank} has {waited}", 1)
 
     def _waits_on_device(self) -> bool:
@@ -550,7 +575,8 @@ class RankWatch:
 def _classify(error: BaseException) -> tuple[bool, bool]:
     """Return whether a collective has timed out, and whether one has broken."""
     text, is_distributed = _text(error), isinstance(error, dist.DistError)
-    if not is_distributed and not (isinstance(error, RuntimeError) and "gloo" in text):
+    # With gloo's path of source before it, but for what its own timeout closed.
+    if not is_distributed and not (isinstance(error, RuntimeError) and ("gloo" in text or text == CLOSED_TEXT)):
         return False, False
     is_expired = any(words in text for words in EXPIRED_TEXTS)
     return is_expired, is_distributed or any(words in text for words in BROKEN_TEXTS)

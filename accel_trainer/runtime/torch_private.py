@@ -38,7 +38,10 @@ SEEN_IN = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
 
 # gloo raises plain RuntimeErrors, whose texts alone tell a peer that is gone from one that does not come. Without these
 # words a rank raises gloo's own error, which names no rank.
-BROKEN_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+CLOSED_TEXT = "Application timeout caused pair closure"
+BROKEN_TEXTS = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", CLOSED_TEXT,
+)  # fmt: skip
 EXPIRED_TEXTS = ("Timed out waiting", "operation timeout", "wait timeout after")
 """What gloo, NCCL and the store say."""
 

@@ -25,7 +25,7 @@ from accel_trainer import Accelerator
 from accel_trainer.errors import DesyncError, ProcessGroupError
 from accel_trainer.runtime import rank_watch
 from accel_trainer.runtime.progress import PROGRESS
-from accel_trainer.runtime.rank_watch import current_watch
+from accel_trainer.runtime.rank_watch import current_watch, failing_together
 from tests.fault_injection import fault_env
 from tests.fault_matrix import build_tests
 from tests.ranks import RankFailure, preload, run_ranks
@@ -169,6 +169,45 @@ def test_a_rank_that_is_stopped_ends_the_job_soon_after_the_limit(tmp_path):
 
     # The limit, at most a look before and one behind each of two rolls, and the time that the second one takes.
     assert 5.0 <= float((tmp_path / "seconds").read_text()) < 9.0
+
+
+def fail_and_linger(goes_on: bool) -> None:
+    """Fail on rank 1, which catches it and stands elsewhere, or goes on before it hangs; with a limit of one second."""
+    rank_watch._POLL_SECONDS = POLL_SECONDS
+    os.dup2(os.open(f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    limits = dict.fromkeys(("step_seconds", "startup_seconds", "user_seconds"), 1.0)
+    accelerator = Accelerator(config={"use_cpu": True, "hang": limits})
+    accelerator.wait_for_everyone()
+    if not accelerator.is_main_process:
+        with contextlib.suppress(ValueError), failing_together():
+            fail()
+        if goes_on:
+            accelerator.wait_for_everyone()
+        time.sleep(20)
+    for _ in range(1 + goes_on):
+        accelerator.wait_for_everyone()
+
+
+def test_a_hang_behind_a_failure_that_was_told_is_that_failure(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    failures = failures_of(fail_and_linger, False)
+
+    # Whichever finds it first: the other one then waits no more, or has connections that break.
+    assert "rank 1 died without an answer: exit code 1" in failures[1] or "exit code 1" in failures[0]
+    assert "75" not in "".join(failures.values())
+    printed = "".join([*failures.values(), *((tmp_path / f"{rank}.txt").read_text() for rank in range(2))])
+    told = r"RemoteRankError: rank 1 failed \(update 0, fail .*\): ValueError: no such label\. Rank"
+    ended = r"(0 has waited in \w+|1 has not ended) for \d s \(update 0, .*\)\. Rank \d ends with exit code 1"
+    assert re.search(rf"{told} {ended}", printed), printed
+
+
+def test_a_hang_of_a_rank_that_has_gone_on_since_its_failure_is_a_hang(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    failures = failures_of(fail_and_linger, True)
+
+    assert failures == {rank: f"rank {rank} died without an answer: exit code 75" for rank in range(2)}
 
 
 def hanging_unread(directory: str) -> None:
