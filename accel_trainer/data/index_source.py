@@ -143,8 +143,9 @@ class IndexSource:
 
     def note_generator(self, generator: torch.Generator | None) -> None:
         """Keep a generator that is not followed: the order is made of the seed that it has now."""
-        is_followed = generator is None or self._followed is not None
-        self._seeded = None if is_followed else (generator, generator.initial_seed())
+        self._seeded = None
+        if generator is not None and self._followed is None:
+            self._seeded = generator, generator.initial_seed()
 
     @property
     def _followed(self) -> GeneratorRandomSampler | None:

@@ -403,7 +403,9 @@ def _known_order(batch_sampler: Any) -> range | torch.Tensor | None:
     sampler = batch_sampler.sampler
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
-    return sampler.order if type(sampler) in (SeedableRandomSampler, GeneratorRandomSampler) else None
+    if type(sampler) is SeedableRandomSampler or type(sampler) is GeneratorRandomSampler:
+        return sampler.order
+    return None
 
 
 def find_generator(sampler: Any) -> torch.Generator | None:
