@@ -25,6 +25,7 @@ from accel_trainer.checkpoint.checkpointer import SaveJob
 from accel_trainer.checkpoint.disk import as_corrupt
 from accel_trainer.checkpoint.interop.huggingface import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel_trainer.checkpoint.object_store import is_uri
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind, Selection, Verify, check_verify
 from accel_trainer.checkpoint.run_state import TrainState, files_to_read, load_train_state, save_train_state
@@ -421,7 +422,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         accelerate and directories of torch.distributed.checkpoint, which have none, are read as well.
 
         Args:
-            input_dir: where from; a bad one is an error. Without it, the newest good one of `project_dir/checkpoints`:
+            input_dir: where from; a bad one is an error. An address of an object store is fetched to
+                `project_dir/checkpoints` first. Without it, the newest good one of `project_dir/checkpoints`:
                 those that are incomplete or corrupt are renamed to `_bad-...` with a warning.
             load_kwargs: options of torch.load, which reads nothing here: the log says that they are without effect.
             verify: "full" compares contents, "size" lengths, "off" nothing.
@@ -453,10 +455,12 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             )
         self.wait_for_checkpoint()
         mode, self._has_looked_for_states = check_verify(verify), True
-        if missing_ok and not self._has_state(input_dir):
+        if missing_ok and not is_uri(input_dir) and not self._has_state(input_dir):
             return None
 
         metrics = self._checkpointer.metrics
+        if is_uri(input_dir):
+            input_dir = self._checkpointer.fetch(str(input_dir), self._checkpoints_directory())
         if input_dir is not None:
             selection = self._checkpointer.select_named(Path(input_dir), mode, self._files_to_read)
             with metrics.resuming("load"):

@@ -514,7 +514,7 @@ class Checkpointer:
         return None if seen[0][1] and not is_ours else open_checkpoint(path, self.process, verify)
 
     def has_any(self, directory: Path, name: str | None = None) -> bool:
-        """Whether a run's directory holds checkpoints, good or bad, or one of a name: rank 0's word. Collective."""
+        """Whether a run's directory, or its store, holds checkpoints, or one of a name: rank 0's word. Collective."""
 
         def look() -> bool:
             if not self.process.is_main:
@@ -523,7 +523,9 @@ class Checkpointer:
                 recover_target(directory / name)
                 return (directory / name).exists()
             prefix = self.kind.prefix
-            return bool(numbered_checkpoints(directory, prefix)) or any(directory.glob(f"_bad-{prefix}*"))
+            if bool(numbered_checkpoints(directory, prefix)) or any(directory.glob(f"_bad-{prefix}*")):
+                return True
+            return self._store is not None and self._open_store(self._store).newest() is not None
 
         return gather_calls(self.process, f"selection of a checkpoint in {directory}", look)[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from contextlib import nullcontext
@@ -12,9 +13,11 @@ from typing import Any, ClassVar
 import fsspec
 import numpy as np
 import pytest
+import torch
 from fsspec.implementations.local import LocalFileSystem
 from transformers import TrainerCallback
 
+from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.checkpoint import object_store
 from accel_trainer.checkpoint.manifest import MARKER_NAME, Manifest
 from accel_trainer.checkpoint.object_store import OWNER_NAME, ObjectStore, Uploads, shown
@@ -253,35 +256,35 @@ def test_a_run_goes_on_from_the_store_on_an_empty_disk(tmp_path, strategy: str, 
         store.verify(name)
 
 
-def native(directory: Path, uri: str, steps: int) -> list[float]:
-    import torch
-
-    from accel_trainer import Accelerator
-    from accel_trainer.utils import ProjectConfiguration
-
+def native(directory: Path, uri: str, source: str | None = None) -> list[float]:
+    """Take three steps from what there is, and save after each; return the weights."""
     options = ProjectConfiguration(project_dir=str(directory), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=options, config={"checkpoint_uri": uri})
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    if steps > 3:
-        accelerator.load_state()
+    if source is None:
+        accelerator.load_state(missing_ok=True)
+    else:
+        accelerator.load_state(source)
     for _ in range(3):
         accelerator.backward(model(torch.ones(2, 4)).sum())
         optimizer.step()
         accelerator.save_state()
     accelerator.end_training()
-    return [value.item() for value in model.parameters() for value in value.detach().flatten()]
+    return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
 
 
 def test_a_native_loop_goes_on_from_the_store(tmp_path: Path) -> None:
-    uri = f"file://{tmp_path}/store"
-    native(tmp_path / "lost", uri, 3)
-    assert store_of(tmp_path / "store").names() == []
+    uris = [f"file://{tmp_path}/store", f"file://{tmp_path}/other"]
+    native(tmp_path / "lost", uris[0])
     assert sorted(path.name for path in (tmp_path / "store").glob("checkpoint_*")) == ["checkpoint_1", "checkpoint_2"]
-    found = native(tmp_path / "new", uri, 6)
-    assert found != native(tmp_path / "begun anew", f"file://{tmp_path}/other", 3)
+    native(tmp_path / "kept", uris[1])
+    expected = native(tmp_path / "kept", uris[1])
+    copy = shutil.copytree(tmp_path / "store", tmp_path / "third")
+    assert native(tmp_path / "new", uris[0]) == expected
     assert (tmp_path / "new" / "checkpoints" / "checkpoint_5").is_dir()
+    assert native(tmp_path / "another", uris[1], f"file://{copy}/checkpoint_2") == expected
 
 
 def test_a_failed_upload_is_raised_by_the_next_save(tmp_path: Path, flaky, monkeypatch) -> None:
