@@ -46,17 +46,11 @@ logger = get_logger(__name__)
 def build_index_source(
     loader: DataLoader[Any], *, process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
 ) -> IndexSource:
-    """Return a map-style source of one shard, or of all for None. Collective where a sampler has its own generator."""
+    """Return a map-style source of one shard, or of all for None. Collective where the order comes from a rank."""
     _check(loader, shards)
     base: Any = _without_torchdata(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, loader)
     generator = find_generator(base)
-    order_seed = seed
-    if generator is not None:
-        order_seed, state = broadcast_object((generator.initial_seed(), generator.get_state()), process)
-        is_drawn = generator is loader.generator
-        base = _with_shuffle(base, lambda data: GeneratorRandomSampler(data, generator, state, draws_seed=is_drawn))
-    elif config.use_seedable_sampler:
-        base = _with_shuffle(base, lambda data: SeedableRandomSampler(data, order_seed))
+    base, order_seed = _with_known_order(base, generator, loader, process, config, seed)
     sampler = ShardedBatchSampler(
         base, shards, shard, config.split_batches, config.even_batches, join=True, seed=order_seed
     )
@@ -76,6 +70,28 @@ def build_index_source(
     source = IndexSource(sampler, loader.dataset, worker_seed, asked, is_batched=is_batched, in_order=in_order)
     source.note_generator(generator)
     return source
+
+
+def _with_known_order(
+    base: Any,
+    generator: torch.Generator | None,
+    loader: DataLoader[Any],
+    process: ProcessContext,
+    config: DataConfig,
+    seed: int,
+) -> tuple[Any, int]:
+    """Return a sampler whose plain shuffle has the same order on all ranks, known for every epoch, and its seed."""
+    shuffle = getattr(base, "sampler", base)
+    if isinstance(shuffle, SeedableRandomSampler) and shuffle.has_torch_seed:
+        # Other ranks have streams of their own since their first model.
+        shuffle.seed = broadcast_object(shuffle.seed, process)
+    if generator is not None:
+        seed, state = broadcast_object((generator.initial_seed(), generator.get_state()), process)
+        is_drawn = generator is loader.generator
+        base = _with_shuffle(base, lambda data: GeneratorRandomSampler(data, generator, state, draws_seed=is_drawn))
+    elif config.use_seedable_sampler:
+        base = _with_shuffle(base, lambda data: SeedableRandomSampler(data, seed))
+    return base, seed
 
 
 def _check(loader: DataLoader[Any], shards: int) -> None:

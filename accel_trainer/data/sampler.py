@@ -51,7 +51,7 @@ class SeedableRandomSampler(RandomSampler):
         num_samples: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """Shuffle by `seed`, the same on every rank; when None by `data_seed` (accelerate's name), else torch's.
+        """Shuffle by `seed`, alike on every rank; if None by `data_seed` (accelerate's name), or torch's of rank 0.
 
         accelerate's calls give it `generator`, whose state decides nothing there either, and all of `num_samples`.
 
@@ -66,6 +66,7 @@ class SeedableRandomSampler(RandomSampler):
         super().__init__(data_source)
         given = data_seed if seed is None else seed
         self.seed = torch.initial_seed() if given is None else given
+        self.has_torch_seed = given is None
         self.epoch = epoch
 
     @property

@@ -13,7 +13,7 @@ from torch import Generator
 from torch.utils.data import DataLoader, RandomSampler
 
 from accel_trainer import Accelerator
-from accel_trainer.data import PreparedDataLoader, skip_first_batches
+from accel_trainer.data import PreparedDataLoader, SeedableRandomSampler, skip_first_batches
 from accel_trainer.errors import IncompatibleCheckpointError
 from tests.number_sets import Numbers, prepare
 from tests.ranks import preload, run_ranks
@@ -150,6 +150,21 @@ def passes_of_rank(rank_seed: int, dispatch: bool) -> Any:
             generator.manual_seed(seed + accelerator.process_index * rank_seed)
         found.append([batch.tolist() for batch in loader])
     return found, generator.get_state()
+
+
+def pass_by_torchs_seed() -> list[Any]:
+    """Shuffle by torch's seed, once streams of ranks are their own."""
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(4 + accelerator.process_index)
+    sampler = SeedableRandomSampler(range(SAMPLES))
+    loader = accelerator.prepare(DataLoader(Numbers(SAMPLES), 2, sampler=sampler))
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.multirank
+def test_a_shuffle_by_torchs_seed_has_that_of_rank_0_on_all_ranks() -> None:
+    dealt = chain.from_iterable(chain.from_iterable(zip(*run_ranks(pass_by_torchs_seed, 2), strict=True)))
+    assert list(dealt)[:SAMPLES] == list(SeedableRandomSampler(range(SAMPLES), 4))
 
 
 @pytest.mark.multirank
