@@ -91,7 +91,7 @@ soak: $(VENV)/.installed ## kill 200 runs while they save and 200 while they upl
 
 .PHONY: test-accelerate
 test-accelerate: $(VENV)/.installed .compat/accelerate/.installed ## run the tests that meet Hugging Face accelerate where it is present
-	$(call with_path,accelerate) $(PYTEST) $(SHARED) $(or $(TESTS),-m beside_accelerate tests/trainer tests/strategies/fsdp2/test_presharded.py tests/test_imports.py)
+	$(call with_path,accelerate) $(PYTEST) $(SHARED) $(or $(TESTS),-m beside_accelerate tests/trainer tests/strategies/fsdp2/test_presharded.py tests/test_imports.py tests/migration/test_accelerate_scripts.py)
 
 .PHONY: test-ecosystem
 test-ecosystem: $(VENV)/.installed .compat/ecosystem/.installed ## run the tests with libraries around transformers (PEFT, ...)

@@ -195,12 +195,15 @@ is_hpu_available = _asks_device("hpu", "Gaudi")
 is_torch_distributed_available = torch.distributed.is_available
 is_weights_only_available = _answers(True, "every supported torch loads with `weights_only` and a list of safe classes")
 is_pippy_available = _answers(True, "every supported torch has `torch.distributed.pipelining`")
-# `Accelerator(mixed_precision="fp16")` needs more than to store it; it checks.
-is_fp16_available = _answers(True, "every supported device stores fp16")
 is_megatron_lm_available = _answers(False, "Megatron-LM is not offered, installed or not")
 is_rich_available = _answers(False, "tracebacks are not coloured here, and nothing reads ACCELERATE_ENABLE_RICH")
 is_habana_gaudi1 = _answers(False, "the first Gaudi is not supported by any torch that is supported here")
 is_torch_xla_available = _answers(False, "torch_xla is not offered, installed or not")
+
+
+def is_fp16_available() -> bool:
+    """Return whether there is an accelerator: every one trains in fp16, and the CPU does not."""
+    return torch.accelerator.is_available()
 
 
 def is_xccl_available() -> bool:

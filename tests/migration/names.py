@@ -1,6 +1,6 @@
 """Compares accelerate's recorded public names with ours, and writes docs/accelerate_names.md from the result.
 
-Of docs/migration.md it writes two tables: of modules, and of the own tests of accelerate that do not hold here.
+Of docs/migration.md it writes three tables: modules, and accelerate's own tests and scripts that do not hold here.
 
     python -m tests.migration.names      # make names
 
@@ -8,7 +8,8 @@ Of docs/migration.md it writes two tables: of modules, and of the own tests of a
 that release. `differences.json` holds our reasons, by `module.name` or `module.*`: "different" for what exists and is
 not the same, "absent" for what does not. "lacking" has the parameters and members that are covered by a "different";
 "behaviour" those tests of accelerate 1.15.0 that pass there and not here, with the reason, and a test of ours that
-shows it where there is one. Names that refuse to be imported have their reason in `unsupported.py`.
+shows it where there is one; "scripts" the checks of test scripts inside accelerate that deviate, by numbers of
+processes (test_accelerate_scripts.py runs them). Names that refuse to be imported have a reason in `unsupported.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RECORDED: dict[str, dict[str, dict[str, Any]]] = json.loads((HERE / "accelerate_
 CALLS: dict[str, dict[str, Any]] = json.loads((HERE / "calls_1_15.json").read_text())
 DIFFERENCES: dict[str, Any] = json.loads((HERE / "differences.json").read_text())
 MIGRATION = PAGE.with_name("migration.md")
-TABLES = ("modules", "behaviour")
+TABLES = ("modules", "behaviour", "scripts")
 """Parts of docs/migration.md between two comments of these names."""
 
 
@@ -184,9 +185,20 @@ def render_behaviour() -> str:
     return "\n".join(lines)
 
 
+def render_scripts() -> str:
+    """Return the table of what deviates in the test scripts inside accelerate, with the reasons."""
+    lines = ["| script of accelerate 1.15 | processes | checks | why they do not hold here |", "|---|---|---|---|"]
+    for entry in DIFFERENCES["scripts"]:
+        checks = ", ".join(f"`{check}`" for check in entry["checks"])
+        lines.append(
+            f"| `{entry['script']}` | {' and '.join(map(str, entry['processes']))} | {checks} | {entry['reason']} |"
+        )
+    return "\n".join(lines)
+
+
 def with_tables(page: str, compared: list[Compared]) -> str:
     """Return docs/migration.md with its tables written anew."""
-    for name, table in zip(TABLES, (render_modules(compared), render_behaviour()), strict=True):
+    for name, table in zip(TABLES, (render_modules(compared), render_behaviour(), render_scripts()), strict=True):
         begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
         head, _, rest = page.partition(begin)
         page = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"

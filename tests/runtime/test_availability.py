@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from accel_trainer import Accelerator
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.runtime import availability
 from accel_trainer.runtime.availability import (
@@ -77,6 +78,14 @@ def test_versions_are_compared_as_versions():
 def test_a_cpu_computes_in_bf16():
     if not torch.accelerator.is_available():
         assert availability.is_bf16_available()
+
+
+def test_fp16_is_available_where_it_is_not_refused(monkeypatch: pytest.MonkeyPatch):
+    assert availability.is_fp16_available() is torch.accelerator.is_available()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert not availability.is_fp16_available()
+    with pytest.raises(ConfigError, match="fp16 was asked for on the CPU, which has no fp16 training"):
+        Accelerator(cpu=True, mixed_precision="fp16")
 
 
 def test_a_function_that_needs_torchao_says_so():
