@@ -49,6 +49,7 @@ from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import current_process, init_process, read_environment
 from accel_trainer.runtime.rng import check_rng_types
 from accel_trainer.strategies.gradients import LossScale
+from accel_trainer.techniques.meters import StepMeters
 from accel_trainer.unsupported import explain_options
 
 logger = logging.get_logger(__name__)
@@ -175,6 +176,12 @@ class Accelerator(
         self._prepared = Prepared()
         self._take_facts()
         self._checkpointer = Checkpointer(self.process, SAVED_STATES, store=self.config.checkpoint_uri)
+        saves = self._checkpointer.metrics
+        self.meters = (
+            StepMeters(self.process, self.config.peak_flops, lambda: saves.stalled_seconds)
+            if self.config.meters
+            else None
+        )
         self._registered = RegisteredState()
         self._last_grad_norm = torch.tensor(float("nan"))
         # find_executable_batch_size frees the models of every Accelerator before it tries a smaller batch.
@@ -278,6 +285,8 @@ class Accelerator(
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
         """Release everything prepared; return a None for each object. Collective: an engine is taken off its model."""
         self._prepared.clear()
+        if self.meters is not None:
+            self.meters.reset()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
         return tuple(None for _ in objects)

@@ -52,6 +52,8 @@ _OPTIONS_KEY = "options"
 """Of a manifest's metadata: the options of the run that saved it."""
 _BATCHES_KEY = "update_batches"
 """Of a manifest's metadata: the samples of an update from each loader; None where batches vary in size."""
+_TOKENS_KEY = "tokens_seen"
+"""Of a manifest's metadata: the tokens of all ranks until then, where meters have counted them."""
 _FINITE_KEY = "finite_up_to"
 """Of a manifest's metadata, where all weights were looked at and are numbers: the largest that their dtypes have."""
 
@@ -276,6 +278,9 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             calls = [partial(hook, models) for hook in hooks.values()]
             state.has_weights = self._left_by_hooks(calls, weights, staged.path, "save_state's hooks")
         save_train_state(staged, state, self.process)
+        if self.meters is not None:
+            copies = self.process.world_size // self.readers.world_size
+            staged.metadata[_TOKENS_KEY] = self.meters.count_tokens(copies)
         if staged.commits:
             staged.metadata[_OPTIONS_KEY] = self._options_in_words()
             staged.metadata[_BATCHES_KEY] = self._update_batches()
@@ -545,6 +550,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         if selection.stored is None:
             return load_accelerate_or_dcp_state(selection.path, state, self.process)
         outcome = load_train_state(selection.stored, state, self.process)
+        if self.meters is not None:
+            self.meters.begin(selection.stored.manifest.metadata.get(_TOKENS_KEY, 0))
         for line in changes:
             logger.warning("%s", line)
         return outcome

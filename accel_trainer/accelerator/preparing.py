@@ -220,6 +220,7 @@ class AcceleratorPreparing(AcceleratorSettings):
             on_end=self.gradient_state.end,
         )
         loader.gradient_state = self.gradient_state
+        loader.watch = None if self.meters is None else self.meters.watch
         return loader
 
     def renew_shuffle_seed(self) -> None:
@@ -348,6 +349,8 @@ class AcceleratorPreparing(AcceleratorSettings):
 
     def _prepare_job(self, job: TrainJob) -> nn.Module:
         """Have the strategy prepare a model; return the model to call. Collective."""
+        if self.meters is not None and not job.evaluation_only:
+            self.meters.take_model(job.model)
         keep_gradients(job.model, self.process.device)
         unit = self.strategy.prepare(job, self.precision, self.process)
         accumulation = self.config.accumulation

@@ -39,6 +39,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import check_rng_types, seed_own_streams, synchronize_rng
 from accel_trainer.strategies.api import Strategy
 from accel_trainer.strategies.gradients import LossScale
+from accel_trainer.techniques.meters import StepMeters
 
 T = TypeVar("T")
 
@@ -93,6 +94,8 @@ class AcceleratorSettings(ProcessView):
     _axis_sizes: AxisSizes
     nonfinite_guard: NonFiniteGuard | None
     """The look at the gradients of each update; None under fp16, whose loss scale leaves such updates out."""
+    meters: StepMeters | None
+    """Counts of what is trained, which `perf` reads; None unless `meters` is set."""
     _options: AcceleratorOptions
     _engine_plugins: DeepSpeedPlugins
     _pass_start: PassStart

@@ -199,6 +199,7 @@ class AcceleratorStepping(AcceleratorSettings):
             Exception: a background save has failed; on all ranks.
             RemoteRankError: another rank has failed or is gone, and gradients cannot be exchanged.
         """
+        self._meter()
         if self.has_lomo_optimizer:
             return self.lomo_backward(loss, **kwargs)
         if self._checkpointer.background is not None and self.sync_gradients:
@@ -218,6 +219,10 @@ class AcceleratorStepping(AcceleratorSettings):
             raise
         for prepared in units:
             prepared.take_backward(in_window)
+
+    def _meter(self) -> None:
+        if self.meters is not None:
+            self.meters.take(self.gradient_state.rows_over(self.readers.world_size), self.readers.rank)
 
     def _leading_units(self, loss: Tensor) -> list[PreparedUnit]:
         """Return the unit that a backward outside of `accumulate()` is given to; none before one is prepared."""

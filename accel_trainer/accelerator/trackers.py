@@ -242,6 +242,16 @@ class AcceleratorTracking(AcceleratorSettings):
         """
         self._trackers.log(values, step, log_kwargs)
 
+    def perf(self) -> dict[str, float]:
+        """Return tokens and samples a second, MFU and more since the last call, for `log`. Collective.
+
+        Figures are those of all ranks, by names that begin with `perf/`; docs/trackers.md lists them. Waits for the
+        device: call it where the loop logs. Without the option `meters` nothing is counted, and the dict is empty.
+        """
+        if self.meters is None:
+            return {}
+        return self.meters.read(self.process.world_size // self.readers.world_size)
+
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker called `name`, whose methods raise; on ranks that do not log, one that does nothing.
 

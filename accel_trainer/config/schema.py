@@ -366,6 +366,10 @@ class RunConfig:
     """Run on the CPU even when the machine has an accelerator."""
     debug: bool = False
     """Check before each collective that all ranks call it with the same shapes."""
+    meters: bool = False
+    """Log tokens and samples a second, model FLOPs, their share of the peak (MFU) and peak memory, as perf/..."""
+    peak_flops: float | None = None
+    """Operations a second of one device, for the MFU of meters; None takes dense bf16's of the vendor's data sheet."""
     scheduler_steps: SchedulerSteps = SchedulerSteps.PER_UPDATE
     """per_process steps a prepared schedule once for each rank in an update, as scripts for accelerate size theirs."""
     timeout_seconds: float = 1800.0

@@ -85,6 +85,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "outer_optimizer.lr": (lambda rate: rate > 0, "a positive number"),
     "outer_optimizer.momentum": (lambda momentum: 0 <= momentum < 1, "a number from 0 on and below 1"),
     "max_rollbacks": _at_least(1),
+    "peak_flops": (lambda rate: rate >= 1e9, "operations a second of one device, 1e9 at least: 989e12 for an H100"),
     "data.data_seed": _at_least(0),
     "accumulation.num_steps": _at_least(1),
     "compile.backend": (

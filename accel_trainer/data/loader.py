@@ -173,6 +173,8 @@ class PreparedDataLoader(DataLoader[Any]):
     """Whether the user constructed this loader, of batches that are this rank's own."""
     gradient_state: Any = None
     """The `GradientState` of the Accelerator that prepared it; None without one."""
+    watch: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+    """Given the batches of each pass, yields them again: the meters of that Accelerator, where it has some."""
 
     @property
     def rows(self) -> BatchRows | None:
@@ -338,17 +340,8 @@ class PreparedDataLoader(DataLoader[Any]):
         try:
             for hook in self._on_begin:
                 hook(self)
-            if self._device is None:
-                yield from self._read(current)
-            elif self.num_workers > 0 and self._dispatch is None and self._config.prefetch_to_device:
-                yield from self._one_ahead(current, _DeviceCopies(self._device, self._config))
-            else:
-                # Batches that this process makes itself are not made ahead of use: what they draw from its random
-                # streams would come before what the step in between draws, and before a checkpoint that it saves. The
-                # copy of one still runs beside the steps before it, which the host only enqueues.
-                copies = _DeviceCopies(self._device, self._config, pins=True)
-                for batch in self._read(current):
-                    yield copies.begin(batch)()
+            batches = self._batches(current)
+            yield from batches if self.watch is None else self.watch(batches)
             is_complete = True
         finally:
             self._passes.remove(current)
@@ -356,6 +349,18 @@ class PreparedDataLoader(DataLoader[Any]):
             self._advance_epoch(current.epoch, is_complete)
             for hook in self._on_end:
                 hook(self)
+
+    def _batches(self, current: Progress) -> Iterator[Any]:
+        """Return the batches of a pass where they are to be used."""
+        if self._device is None:
+            return self._read(current)
+        if self.num_workers > 0 and self._dispatch is None and self._config.prefetch_to_device:
+            return self._one_ahead(current, _DeviceCopies(self._device, self._config))
+        # Batches that this process makes itself are not made ahead of use: what they draw from its random streams would
+        # come before what the step in between draws, and before a checkpoint that it saves. The copy of one still runs
+        # beside the steps before it, which the host only enqueues.
+        copies = _DeviceCopies(self._device, self._config, pins=True)
+        return (copies.begin(batch)() for batch in self._read(current))
 
     def _one_ahead(self, current: Progress, copies: _DeviceCopies) -> Iterator[Any]:
         """Yield batches that workers have made, each once the copy of the next one has begun."""
@@ -451,7 +456,14 @@ class PreparedDataLoader(DataLoader[Any]):
         return moved
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fresh = {"_passes": [], "_on_begin": (), "_on_end": (), "_bookmark": _Bookmark(), "gradient_state": None}
+        fresh = {
+            "_passes": [],
+            "_on_begin": (),
+            "_on_end": (),
+            "_bookmark": _Bookmark(),
+            "gradient_state": None,
+            "watch": None,
+        }
         # A prepared class is PreparedDataLoader, below DataLoader, or one made of it and the user's class.
         return _restore, (type(self).__bases__[-1], {**self.__dict__, **LOADER_AT_REST, **fresh})
 

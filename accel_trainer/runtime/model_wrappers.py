@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
+from accel_trainer.runtime.torch_private import ORIGINAL_MODULE, clear_forward_hooks
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:
@@ -104,6 +105,22 @@ def unwrap_module(model: nn.Module) -> nn.Module:
             model = model.module  # type: ignore[assignment]
         else:
             return model
+
+
+def unsharded_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter before ZeRO-3 has partitioned it; a DTensor has its full shape anyway."""
+    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def copy_with(module: nn.Module, tensors: Mapping[int, Tensor]) -> nn.Module:
+    """Return a copy with its classes' forwards, without hooks, and with other tensors in the place of some, by id."""
+    memo: dict[int, Any] = dict(tensors)
+    memo |= {id(vars(each)["forward"]): None for each in module.modules() if "forward" in vars(each)}
+    copied = copy.deepcopy(module, memo)
+    for each in copied.modules():
+        vars(each).pop("forward", None)
+        clear_forward_hooks(each)
+    return copied
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:

@@ -55,7 +55,8 @@ class WindowReader:
         self._process = process
         self._keeps_rows = process.world_size > 1 and not getattr(dataloader, "even_batches", False)
         self._read: list[tuple[Any, BatchRows]] = []
-        self._batches: list[Any] = []
+        self.batches: list[Any] = []
+        """Of the present update."""
         self._rows: list[BatchRows] = []
         self.index = 0
         """Of the present micro-batch in the update."""
@@ -83,11 +84,11 @@ class WindowReader:
 
     def forget(self) -> None:
         """End an update, and let go of its batches."""
-        self._read, self._rows, self._batches, self._weights = [], [], [], None
+        self._read, self._rows, self.batches, self._weights = [], [], [], None
 
     def begin(self, batches: list[Any]) -> None:
         """Begin an update of these batches; a ConfigError where they were not read, and ranks' rows differ."""
-        self._batches = batches
+        self.batches = batches
         if not self._read:
             return
         self._rows = [rows for batch in batches for read, rows in self._read if read is batch]
@@ -128,12 +129,12 @@ class WindowReader:
 
     def _has_label_sequences(self) -> bool:
         """Whether rows may differ in how many labels they have: all ranks have to exchange their numbers then."""
-        labels = [batch.get("labels") if isinstance(batch, Mapping) else None for batch in self._batches]
+        labels = [batch.get("labels") if isinstance(batch, Mapping) else None for batch in self.batches]
         return all(isinstance(each, Tensor) and each.ndim > 1 and not each.is_floating_point() for each in labels)
 
     def _label_weights(self, over_ranks: bool, shifts_labels: bool) -> list[Any]:
         """Of the labels that the update has on this rank or, times ranks, on all, those of each micro-batch."""
-        counts = [count_labels(self.without_filler(batch), shifts_labels) for batch in self._batches]
+        counts = [count_labels(self.without_filler(batch), shifts_labels) for batch in self.batches]
         numbers = torch.stack([count for count in counts if count is not None])
         total = numbers.sum()
         if over_ranks:
@@ -145,7 +146,7 @@ class WindowReader:
 
     def _row_weights(self, *, is_sum: bool) -> list[Any]:
         """Of all the rows that the update has, those of each micro-batch; as they are where micro-batches add up."""
-        sizes = [rows.num_samples for rows in self._rows] or [find_batch_size(batch) or 0 for batch in self._batches]
+        sizes = [rows.num_samples for rows in self._rows] or [find_batch_size(batch) or 0 for batch in self.batches]
         if is_sum:
             shares = [1.0] * len(sizes)
         elif len(set(sizes)) == 1:
@@ -159,7 +160,7 @@ class WindowReader:
 
     def _item_weights(self, over_ranks: bool) -> list[float]:
         if not self._rows:
-            return [1.0] * len(self._batches)
+            return [1.0] * len(self.batches)
         weight = 1.0
         if not over_ranks:
             update = tuple(map(sum, zip(*(each.rows for each in self._rows), strict=True)))
@@ -275,6 +276,7 @@ class EpochRun:
         trainer.current_flos += float(trainer.floating_point_ops(inputs))
         self._count_tokens(inputs)
         if is_last:
+            self._meter()
             self._update()
         else:
             trainer.control = handler.on_substep_end(trainer.args, trainer.state, trainer.control)
@@ -291,6 +293,13 @@ class EpochRun:
         before = state.num_input_tokens_seen
         trainer._track_num_input_tokens(self.reader.without_filler(inputs))
         state.num_input_tokens_seen = before + (state.num_input_tokens_seen - before) // trainer.get_tp_size()
+
+    def _meter(self) -> None:
+        """Count the micro-batches of the update for the meters and, of the first one, the operations of the model."""
+        if (meters := self.trainer.accelerator.meters) is not None:
+            for inputs in map(self.reader.without_filler, self.reader.batches):
+                self.trainer.run_clock.startup_seconds += meters.compare(inputs)
+                meters.add(inputs)
 
     def _add_loss(self, loss: Tensor) -> None:
         """Add to the running loss; a NaN or infinite one counts as the mean since the last log. Waits for no device."""

@@ -97,6 +97,10 @@ class RunClock:
         """Since the beginning."""
         return time.perf_counter() - self._begin
 
+    def work_seconds(self, stalled_seconds: float) -> float:
+        """Return the seconds until now in which updates were trained, without those that saves and a resume took."""
+        return self.seconds - self.startup_seconds - self.evaluation_seconds - stalled_seconds
+
     def end_startup(self, stalled_seconds: float) -> None:
         """Take note that the first update begins; `stalled_seconds` of the time until now were a resume's."""
         if not self.startup_seconds:

@@ -575,6 +575,9 @@ class Trainer(ResumingMethods, transformers.Trainer):
         self._total_loss_scalar += loss
         self._globalstep_last_logged = self.state.global_step
         self.store_flos()
+        if (meters := self.accelerator.meters) is not None:
+            seconds = self.run_clock.work_seconds(self.run_checkpoints.metrics.stalled_seconds)
+            logs |= meters.read(self.get_tp_size(), self.state.global_step, seconds)
         self.log(logs, start_time)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_trainer.checkpoint.boxes import Box, boxes_of_run
+from accel_trainer.runtime.model_wrappers import unsharded_shape
 
 
 def flat_partitions(zero: Any) -> list[Tensor]:
@@ -19,11 +20,6 @@ def flat_partitions(zero: Any) -> list[Tensor]:
     # Of ZeRO-1 and 2, of ZeRO-3, and of the engine's optimizer for bf16 with fp32 sums.
     names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
     return list(next(getattr(zero, name) for name in names if getattr(zero, name, None) is not None))
-
-
-def unsharded_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of a parameter before ZeRO-3 has partitioned it."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.checkpoint_io import DeepSpeedCheckpointIO
-from accel_trainer.integrations.deepspeed.partitions import flat_partitions, unsharded_shape
+from accel_trainer.integrations.deepspeed.partitions import flat_partitions
 from accel_trainer.integrations.deepspeed.runtime import forget_module
 from accel_trainer.runtime.collective_checks import note_call
+from accel_trainer.runtime.model_wrappers import unsharded_shape
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_
 from accel_trainer.runtime.whereabouts import section

@@ -141,6 +141,29 @@ def test_the_trainer_on_one_process_waits_for_nothing(device: None, tmp_path, ac
     assert not waits, report(waits)
 
 
+def test_the_trainers_meters_wait_for_nothing_between_logs(device: None, tmp_path):
+    """The mask of each batch is summed on the device."""
+    waits = count_trainer(DEVICE, tmp_path, 4, meters=True, peak_flops=1e12)
+    assert not waits, report(waits)
+
+
+def test_a_loops_meters_wait_for_nothing_until_they_are_read(device: None):
+    accelerator = Accelerator(config={"meters": True, "peak_flops": 1e12, "on_nonfinite": "warn"})
+    model = accelerator.prepare(nn.Embedding(8, 4))
+    rows = [{"input_ids": torch.arange(6), "attention_mask": torch.ones(6)}] * (2 * (WARM + COUNTED))
+    optimizer, loader = accelerator.prepare(torch.optim.SGD(model.parameters()), DataLoader(rows, 2))
+    with counting_waits() as waits:
+        for index, batch in enumerate(loader):
+            if index == WARM:
+                waits.clear()
+            accelerator.backward(model(batch["input_ids"]).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not waits, report(waits)
+        accelerator.perf()
+        assert waits
+
+
 def count_on_ranks() -> dict[str, Counter[str]]:
     found = {}
     for strategy in ("ddp", "fsdp2"):

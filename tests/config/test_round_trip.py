@@ -38,6 +38,7 @@ SPECIAL = {
     "parallel.tp_size": st.just(1),
     "parallel.tp_plan": st.just(()),
     "outer_optimizer.momentum": st.floats(0, 0.99),
+    "peak_flops": st.floats(1e9, 1e18),
     "preemption.signals": st.lists(st.sampled_from(["SIGTERM", "SIGUSR1", "SIGUSR2"]), unique=True).map(tuple),
     "launch.gpu_ids": st.sampled_from(["all", "0", "0,1", "3,1"]),
     "launch.main_process_port": st.integers(0, 65535),

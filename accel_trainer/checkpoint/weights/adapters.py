@@ -9,7 +9,6 @@ PEFT itself chooses the tensors and their names in the files; nothing here impor
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,10 +23,9 @@ from torch import Tensor, nn
 from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.weights.weight_files import State, WeightFiles, gather_to_file
 from accel_trainer.errors import IncompatibleCheckpointError
-from accel_trainer.runtime.model_wrappers import unwrap_module
+from accel_trainer.runtime.model_wrappers import copy_with, unsharded_shape, unwrap_module
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_calls
-from accel_trainer.runtime.torch_private import clear_forward_hooks
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 TRAINED_NAME = "trained_weights.safetensors"
@@ -108,17 +106,11 @@ def unsharded_prompts(model: nn.Module, values: Mapping[str, Tensor]) -> Iterato
 
 def _without_hooks(module: nn.Module, prefix: str, values: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy on the CPU with other values and its classes' forwards; parameters without one stay random."""
-    memo: dict[int, Any] = {}
+    tensors: dict[int, Tensor] = {}
     for name, parameter in module.named_parameters(prefix):
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # of a parameter that DeepSpeed has partitioned
-        value = values.get(name, torch.empty(tuple(shape), dtype=parameter.dtype))
-        memo[id(parameter)] = nn.Parameter(value, requires_grad=False)
-    memo |= {id(vars(each)["forward"]): None for each in module.modules() if "forward" in vars(each)}
-    copied = copy.deepcopy(module, memo)
-    for each in copied.modules():
-        vars(each).pop("forward", None)
-        clear_forward_hooks(each)
-    return copied
+        value = values.get(name, torch.empty(unsharded_shape(parameter), dtype=parameter.dtype))
+        tensors[id(parameter)] = nn.Parameter(value, requires_grad=False)
+    return copy_with(module, tensors)
 
 
 def saved_names(model: nn.Module, state: State, *, embeddings: Literal["auto", False] = False) -> dict[str, None]:

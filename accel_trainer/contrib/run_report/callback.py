@@ -128,9 +128,7 @@ class RunReport(RunObserver):
     # --- meanwhile -------------------------------------------------------------------------------------------------
 
     def _work_seconds(self) -> float:
-        """Return the seconds until now in which updates were trained."""
-        clock, stalled = self.trainer.run_clock, self.trainer.run_checkpoints.metrics.stalled_seconds
-        return clock.seconds - clock.startup_seconds - clock.evaluation_seconds - stalled
+        return self.trainer.run_clock.work_seconds(self.trainer.run_checkpoints.metrics.stalled_seconds)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add throughput and memory; at the last log, before a best model is loaded, gather all ranks'. Collective."""

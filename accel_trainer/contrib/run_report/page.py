@@ -20,8 +20,10 @@ from accel_trainer.contrib.run_report.recorded_run import (
     GRAD_NORM,
     LEARNING_RATE,
     MEMORY,
+    MFU,
     PAGE_NAME,
     THROUGHPUT,
+    TOKEN_RATE,
     TRAIN_LOSS,
     Option,
     RecordedRun,
@@ -158,6 +160,7 @@ def _tiles(run: RecordedRun) -> str:
         ("Evaluation loss", "eval_loss"),
         ("Throughput", "samples per second"),
         ("Tokens", "tokens per second"),
+        ("MFU", "mfu"),
         ("Peak memory", "peak memory"),
         ("Time", "time"),
         ("Goodput", "goodput"),
@@ -187,6 +190,8 @@ def _figure_rows(run: RecordedRun) -> dict[str, str]:
     put("best at update", "best_global_step", lambda value: f"{value:,}")
     put("samples per second", "samples_per_second", lambda value: f"{format_number(value, 3)}/s (samples)")
     put("tokens per second", "tokens_per_second", lambda value: f"{format_number(value, 3)}/s (padding included)")
+    put("tokens per second", TOKEN_RATE, lambda value: f"{format_number(value, 3)}/s (without padding, last logged)")
+    put("mfu", MFU, lambda value: f"{100 * value:.1f}% (last logged)")
     put("updates per second", "updates_per_second")
     if "samples_per_second" not in rows and "samples_per_second" not in figures:
         put("samples per second", "train_samples_per_second", lambda value: f"{format_number(value, 3)}/s (overall)")
@@ -223,6 +228,8 @@ def _charts(runs: Sequence[RecordedRun]) -> str:
         Chart("Learning rate", _series(runs, [LEARNING_RATE]), from_zero=True),
         Chart("Gradient norm", _series(runs, [GRAD_NORM]), from_zero=True, note=_not_finite(runs, [GRAD_NORM])),
         Chart("Throughput", _series(runs, [THROUGHPUT]), "samples per second", from_zero=True),
+        Chart("Tokens", _series(runs, [TOKEN_RATE]), "tokens per second, without padding", from_zero=True),
+        Chart("MFU", _series(runs, [MFU], 100.0), "percent of the peak", from_zero=True),
         _memory_chart(runs),
         *(Chart(name, _series(runs, [name])) for name in metrics[:_MAX_METRIC_CHARTS]),
     ]

@@ -20,8 +20,8 @@ STATE_NAME = "trainer_state.json"
 DATA_ID = "accel-trainer-run"
 """Of the element in which a page has its runs as JSON."""
 
-TRAIN_LOSS, LEARNING_RATE, GRAD_NORM, THROUGHPUT, MEMORY = (
-    "loss", "learning_rate", "grad_norm", "samples_per_second", "memory_bytes",
+TRAIN_LOSS, LEARNING_RATE, GRAD_NORM, THROUGHPUT, MEMORY, TOKEN_RATE, MFU = (
+    "loss", "learning_rate", "grad_norm", "samples_per_second", "memory_bytes", "perf/tokens_per_second", "perf/mfu",
 )  # fmt: skip
 """Names of curves; those of evaluations begin with `eval_`."""
 _NOT_CURVES = ("_runtime", "_per_second", "_model_preparation_time")
@@ -93,7 +93,7 @@ def build_run(name: str, state: Mapping[str, Any], record: Mapping[str, Any]) ->
 def _is_curve(key: str, value: Any) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    if key in (TRAIN_LOSS, LEARNING_RATE, GRAD_NORM):
+    if key in (TRAIN_LOSS, LEARNING_RATE, GRAD_NORM, TOKEN_RATE, MFU):
         return True
     return key.startswith("eval_") and not key.endswith(_NOT_CURVES)
 

@@ -54,11 +54,13 @@ _OPTIONS = {
     "local_steps": "local_steps",
     "local_steps_after": "local_steps_after",
     "max_rollbacks": "max_rollbacks",
+    "meters": "meters",
     "on_changed_run": "on_changed_run",
     "on_nonfinite": "on_nonfinite",
     "outer_optimizer_lr": "outer_optimizer.lr",
     "outer_optimizer_momentum": "outer_optimizer.momentum",
     "outer_optimizer_nesterov": "outer_optimizer.nesterov",
+    "peak_flops": "peak_flops",
     "preempt_grace_s": "preemption.grace_seconds",
     "preempt_signals": "preemption.signals",
     "save_async": "save_async",
@@ -156,6 +158,8 @@ class TrainingArguments(transformers.TrainingArguments):
     outer_optimizer_momentum: float = _mirrored("outer_optimizer_momentum")
     outer_optimizer_nesterov: bool = _mirrored("outer_optimizer_nesterov")
     max_rollbacks: int = _mirrored("max_rollbacks")
+    meters: bool = _mirrored("meters")
+    peak_flops: float | None = _mirrored("peak_flops")
     preempt_signals: str = _argument(
         "SIGTERM,SIGUSR1,SIGINT",
         "Signals at which a run that saves checkpoints saves one and ends with exit code 85, at the next micro-batch, "

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -240,6 +240,7 @@ class ResumingMethods(SavingMethods):
         """Go on with the mean since the last log, where a checkpoint lies between two. Not collective."""
         # `train_loss` stays that of the updates since the resume, as with transformers.
         run, process = self.run_checkpoints, self.accelerator.process
+        _begin_meters(self, {} if run.resumption is None else run.resumption.progress)
         saved = None if run.resumption is None else run.resumption.progress.get("running_loss")
         if saved is None:
             return
@@ -281,9 +282,10 @@ class ResumingMethods(SavingMethods):
         self.finish_save()
         run, state, run_dir = self.run_checkpoints, self.state, Path(self._get_output_dir(trial=trial))
         path = find_own(run, run_dir) or (run.resumption and run.resumption.path)
-        path = _select(self, path, run_dir).path if path else None
-        self.accelerator.nonfinite_guard.begin_rollback(found, path)
-        checkpoint = str(path)
+        selection = _select(self, path, run_dir) if path else None
+        self.accelerator.nonfinite_guard.begin_rollback(found, selection and selection.path)
+        assert selection is not None
+        checkpoint = str(selection.path)
         with loading_by_override(self):
             self._load_from_checkpoint(checkpoint)
         self._load_optimizer_and_scheduler(checkpoint)
@@ -294,6 +296,7 @@ class ResumingMethods(SavingMethods):
         start = torch.zeros_like(self._tr_loss), 0.0, saved.global_step  # of one that this train() began with
         losses = run.running_losses.get(saved.global_step, start)
         self._tr_loss, self._total_loss_scalar, self._globalstep_last_logged = losses[0].clone(), losses[1], losses[2]
+        _begin_meters(self, Resumption(selection, None).progress)
         self.current_flos = 0.0
         run.num_taken_back += num_read - saved.global_step
         state.max_steps -= num_read - saved.global_step
@@ -316,6 +319,13 @@ def _found(trainer: Trainer, given: Any) -> Any:
     if is_uri(given):
         return str(checkpointer.fetch(given, Path(trainer.args.output_dir)))
     return _WORDS[given] if isinstance(given, str) and given in _WORDS and not os.path.exists(given) else given
+
+
+def _begin_meters(trainer: Any, progress: Mapping[str, Any]) -> None:
+    """Have the meters go on where a checkpoint was written, or begin. Not collective."""
+    if (meters := trainer.accelerator.meters) is not None:
+        seconds = trainer.run_clock.work_seconds(trainer.run_checkpoints.metrics.stalled_seconds)
+        meters.begin(progress.get("tokens_seen", 0), trainer.state.global_step, seconds)
 
 
 def select(trainer: Trainer, given: bool | str | os.PathLike[str]) -> None:

@@ -386,6 +386,7 @@ def _save_state(trainer: Trainer, path: str) -> None:
 
 def _describe_progress(trainer: Trainer) -> dict[str, Any]:
     """Return the progress of a run, as plain JSON, for the manifest of the checkpoint that it writes. Collective."""
+    meters = trainer.accelerator.meters
     position = trainer.run_checkpoints.position(trainer.callback_handler.train_dataloader)
     if position is not None:
         try:
@@ -402,6 +403,7 @@ def _describe_progress(trainer: Trainer) -> dict[str, Any]:
         "order_batch": trainer.order_batch(),
         "taken_back": trainer.run_checkpoints.num_taken_back,
         "running_loss": _describe_running_loss(trainer),
+        "tokens_seen": 0 if meters is None else meters.count_tokens(trainer.get_tp_size()),
         "has_training_state": not trainer.args.save_only_model,
         "position": position,
         "job": trainer.run_checkpoints.job,

@@ -45,6 +45,7 @@ SPECIAL = {
     "fsdp.wrap_classes": "A,B",
     "fsdp.ignored_modules": r"head\..{1,2}",
     "outer_optimizer.momentum": "0.5",
+    "peak_flops": "989e12",
     "preemption.signals": "SIGTERM,SIGUSR2",
     "launch.gpu_ids": "0,1",
     "launch.machine_rank": "0",
