@@ -20,6 +20,7 @@ from pathlib import Path
 import checkpoints
 import data_loading
 import guards_step
+import meters_step
 import native_step
 import startup
 import torch
@@ -55,6 +56,7 @@ def _two_processes(script: str, rounds: int) -> list[Row]:
 BENCHMARKS = {
     "native": native_step.measure,
     "guards": lambda rounds: [*guards_step.measure(rounds), *_two_processes("guards_step.py", rounds)],
+    "meters": meters_step.measure,
     "trainer": lambda rounds: _with_peer("trainer_step.py", rounds),
     "short": lambda rounds: _with_peer("short_steps.py", rounds),
     "evaluate2": lambda rounds: _rows_of(

@@ -44,6 +44,7 @@ PARTS = {
     "waits": Part("host_waits.py", 300),
     "speed": Part("training_speed.py", 540),
     "recompute": Part("training_speed.py", 540, ("--recompute",)),
+    "techniques": Part("techniques.py", 540),
     "saving": Part("saving.py", 540),
     "copies": Part("batch_copies.py", 200),
     "ranks": Part("shared_card.py", 540),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -57,10 +57,10 @@ def plain(options: Namespace, model: Any) -> float:
     return clock(options) - begin
 
 
-def native(options: Namespace, model: Any) -> float:
+def native(options: Namespace, model: Any, config: Mapping[str, Any] | None = None) -> float:
     from accel_trainer import Accelerator
 
-    accelerator = Accelerator(cpu=options.device == "cpu", mixed_precision="bf16")
+    accelerator = Accelerator(cpu=options.device == "cpu", mixed_precision="bf16", config=config)
     loader = build_loader(options, options.warm + options.steps)
     model, optimizer, schedule, loader = accelerator.prepare(model, *_optimizer(model), loader)
     begin = 0.0
@@ -111,7 +111,7 @@ def _peers() -> dict[str, Peer]:
     }
 
 
-def _run(options: Namespace, peer: Peer) -> tuple[float, float | None, float | None]:
+def run_peer(options: Namespace, peer: Peer) -> tuple[float, float | None, float | None]:
     """Return seconds, peak memory and utilisation of one round of a peer, which has the device for itself."""
     gc.collect()
     reset_peak(options)
@@ -119,10 +119,11 @@ def _run(options: Namespace, peer: Peer) -> tuple[float, float | None, float | N
     if options.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     seconds = peer(options, model)
-    return seconds, peak_gib(options), utilisation(options, model, _tokens(options) / seconds)
+    return seconds, peak_gib(options), utilisation(options, model, num_tokens(options) / seconds)
 
 
-def _tokens(options: Namespace) -> int:
+def num_tokens(options: Namespace) -> int:
+    """Return how many tokens a round that counts trains."""
     return options.steps * options.batch * options.length
 
 
@@ -136,7 +137,7 @@ def main() -> None:
         names = list(peers)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             try:
-                rounds.setdefault(name, []).append(_run(options, peers[name]))
+                rounds.setdefault(name, []).append(run_peer(options, peers[name]))
             except ImportError as error:  # upstream's Trainer without Hugging Face accelerate
                 del peers[name], rounds[name]
                 emit(what="left out", peer=name, why=str(error).strip().splitlines()[0])
@@ -152,7 +153,7 @@ def main() -> None:
         spread = max(each[0] for each in results) / min(each[0] for each in results)
         emit(
             what="speed", peer=name, recompute=options.recompute, times_plain=times, bound=_BOUNDS.get(name),
-            peak_times_plain=peak_times, holds=holds, spread=spread, tokens_per_s=_tokens(options) / seconds[name],
+            peak_times_plain=peak_times, holds=holds, spread=spread, tokens_per_s=num_tokens(options) / seconds[name],
             utilisation=results[-1][2], peak_gib=results[-1][1],
         )  # fmt: skip
 

@@ -15,9 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-# bf16, dense, without sparsity, by the start of the card's name; from the vendor's data sheets.
-_TERAFLOPS = {"NVIDIA H200": 989.0, "NVIDIA H100": 989.0, "NVIDIA A100": 312.0, "NVIDIA L40S": 362.0}
-
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
@@ -96,18 +93,13 @@ def peak_gib(options: argparse.Namespace) -> float | None:
 
 
 def utilisation(options: argparse.Namespace, model: Any, tokens_per_second: float) -> float | None:
-    """Return the share of the card's bf16 peak that forward and backward use; None for a card that is not known.
+    """Return the share of the card's dense bf16 peak that the model's products use; None for an unknown card."""
+    from accel_trainer.techniques.model_flops import ModelFlops, device_name, peak_flops_by_name
 
-    6 operations a token for each parameter that multiplies, and the causal half of attention's two products.
-    """
-    name = torch.cuda.get_device_name() if options.device == "cuda" else ""
-    peak = next((value for card, value in _TERAFLOPS.items() if name.startswith(card)), None)
-    if peak is None:
+    peak, flops = peak_flops_by_name(device_name(torch.device(options.device))), ModelFlops.by_formula(model)
+    if peak is None or flops is None:
         return None
-    multiplied = sum(p.numel() for key, p in model.named_parameters() if "embed_tokens" not in key)
-    config = model.config
-    per_token = 6 * multiplied + 6 * config.num_hidden_layers * config.hidden_size * options.length
-    return tokens_per_second * per_token / (peak * 1e12)
+    return tokens_per_second * (flops.per_token + flops.per_pair * options.length) / peak
 
 
 def median(values: list[float]) -> float:

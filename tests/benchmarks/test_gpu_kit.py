@@ -52,6 +52,16 @@ def test_every_peer_is_timed_beside_a_plain_loop(part: str):
     assert (by_peer["native"]["bound"], by_peer["trainer"]["bound"]) == (1.02, 1.03)
 
 
+def test_techniques_are_timed_beside_the_loop_without_any_or_left_out_by_name():
+    lines = lines_of("techniques")
+    timed = {line["technique"]: line for line in lines if line["what"] == "technique"}
+    assert timed["none"]["times_without"] == 1
+    assert timed["meters"]["bound"] == 1.005
+    left_out = {line["technique"]: line["why"] for line in lines if line["what"] == "left out"}
+    assert len(timed) + len(left_out) == 7
+    assert all(why.startswith("no option ") for why in left_out.values())
+
+
 def test_waits_are_counted_per_precision():
     assert [line["precision"] for line in lines_of("waits")] == ["no", "bf16"]  # fp16 needs a card
 
