@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from accel_trainer.registry import strategy_names
+from accel_trainer.techniques.model_flops import ModelFlops
 from tests.conformance.models import (
     CLIP,
     GLOBAL_BATCH,
@@ -52,11 +53,12 @@ class Layout:
     env: Mapping[str, None] = field(default_factory=dict)
     """What a launcher sets, and none has for this one."""
 
-    def accelerator(self, **options: Any) -> Any:
+    def accelerator(self, *, meters: bool = False, **options: Any) -> Any:
         """Make an Accelerator on this rank."""
         from accel_trainer import Accelerator
 
-        return Accelerator(cpu=True, config={"strategy": self.strategy, **self.options}, **options)
+        config = {"strategy": self.strategy, **self.options, "meters": meters, "peak_flops": 1e12}
+        return Accelerator(cpu=True, config=config, **options)
 
 
 def zero(stage: int, **options: Any) -> Layout:
@@ -107,7 +109,8 @@ CASES = [mark(name, kind=kind) for name, layout in LAYOUTS.items() for kind in l
 
 def prepare(kind: str, layout: str, *, accumulation: int = 1, frozen: bool = False) -> dict[str, Any]:
     """Prepare a model, optimizer, loader and scheduler on this rank."""
-    accelerator = LAYOUTS[layout].accelerator(gradient_accumulation_steps=accumulation)
+    # In one way of training, which takes a step of the model on tensors without memory.
+    accelerator = LAYOUTS[layout].accelerator(gradient_accumulation_steps=accumulation, meters=accumulation > 1)
     # Each rank draws other values: rank 0's must count.
     model = build_model(kind, seed=accelerator.process_index)
     if frozen:
@@ -150,6 +153,10 @@ def run_training(kind: str, layout: str, **options: Any) -> dict[str, Any]:
     clip = options.pop("clip", False)
     parts = prepare(kind, layout, **options)
     result: dict[str, Any] = train(parts, clip=clip)
+    if figures := parts["accelerator"].perf():
+        seconds = figures["perf/step_seconds"] * len(result["losses"])
+        done = {name: figures[f"perf/{name}"] * seconds for name in ("samples_per_second", "mfu")}
+        result["done"] = done | {"tokens": figures.get("perf/tokens_seen", 0)}
     result["logits"] = evaluate(parts, kind)
     unit = parts["accelerator"].unit_of(parts["model"])
     result["layout"], result["exposed"] = unit.layout(), unit.exposed_communication_seconds()
@@ -255,6 +262,20 @@ def test_losses_norms_and_evaluation_equal_the_plain_loop(layout: str, kind: str
 def test_accumulated_windows_equal_one_large_batch(layout: str, kind: str, states: Path):
     # 8 batches in windows of 3: the last window holds 2, and its gradient is the mean over those.
     assert len(check_way("accumulated", layout, kind, states)["losses"]) == 3
+
+
+@pytest.mark.parametrize(("layout", "kind"), CASES)
+def test_meters_count_what_all_ranks_train(layout: str, kind: str, states: Path):
+    samples, model = build_samples(kind), build_model(kind)
+    rows = [sample["input_ids"].shape[-1] for sample in samples if kind != "mlp"]
+    # Two layers, of which the first needs no gradient of its input.
+    flops = 2 * (2 * 8 * 16 + 3 * 16) * len(samples)
+    if (formula := ModelFlops.by_formula(model)) is not None:
+        flops = formula.total(sum(rows), sum(length**2 for length in rows), len(samples))
+    for result in (results["accumulated"]["done"] for results in results_of(layout, kind, states)):
+        assert result["samples_per_second"] == pytest.approx(len(samples))
+        assert result["tokens"] == sum(rows)
+        assert result["mfu"] * 1e12 * LAYOUTS[layout].world_size == pytest.approx(flops, rel=0.01)
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
