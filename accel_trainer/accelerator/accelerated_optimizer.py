@@ -151,8 +151,9 @@ class AcceleratedOptimizer(Optimizer):
             return None
         PROGRESS.updates += 1
         if self.updates_in_backward:
-            if self._guard is not None:
-                self._guard.skips()  # by the loss: it raises, warns or rolls back
+            # By the loss: it raises, warns or rolls back.
+            self._step_was_skipped = self._guard is not None and self._guard.skips()
+            self._average()
             return None
         if not self.prepared:
             return self.optimizer.step(closure)
@@ -164,7 +165,8 @@ class AcceleratedOptimizer(Optimizer):
         # One step, whichever of the units it is asked of.
         unit = self.prepared[0].unit
         if closure is None:
-            return self._step_unit(unit)
+            self._step_unit(unit)
+            return self._average()
         returned: list[Any] = []
 
         def recorded() -> Any:
@@ -174,7 +176,15 @@ class AcceleratedOptimizer(Optimizer):
         if self._guard is not None:
             self._guard.drop()
         self._step_was_skipped = not unit.step(recorded, optimizer=self.optimizer).applied
+        self._average()
         return returned[0] if returned else None
+
+    def _average(self) -> None:
+        """Take the new weights into the averages of the models that this optimizer is the last one of."""
+        for prepared in self.prepared:
+            unit = prepared.unit
+            if unit.averages is not None and not self._step_was_skipped and unit.optimizers[-1] is self.optimizer:
+                unit.averages.update()
 
     def _step_unit(self, unit: TrainUnit) -> None:
         guard = self._guard

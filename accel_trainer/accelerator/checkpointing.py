@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -584,6 +584,26 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             )  # fmt: skip
         return found
 
+    @contextmanager
+    def averaged_weights(self, model: nn.Module) -> Iterator[None]:
+        """Context in which `model` has the averages of its weights that `ema_decay` keeps, to evaluate or to save it.
+
+        After it the model has its own weights again, bit for bit. Every rank enters it; nothing is communicated. Before
+        the first update, the weights are their own average. Frozen parameters and buffers stay as they are.
+
+        Raises:
+            ConfigError: no averages are kept of this model; the block is entered twice. Within it, `optimizer.step()`
+                and `save_state()` are errors.
+        """
+        unit = self._prepared.get(model).unit
+        if unit.averages is None:
+            raise ConfigError(
+                f"averaged_weights() was called for {type(unit.module).__name__}, and no averages of its weights are "
+                "kept; set ema_decay, 0.999 for instance, and prepare the model with its optimizer"
+            )
+        with unit.averaged_weights():
+            yield
+
     @section("save")
     def save_model(
         self,
@@ -591,6 +611,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         save_directory: str | Path,
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
+        *,
+        averaged: bool = False,
     ) -> None:
         """Write the model's weights to `save_directory`. Collective: every rank calls it.
 
@@ -601,9 +623,10 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             max_shard_size: larger models are written as several files with an index.
             safe_serialization: False writes `pytorch_model.bin` instead of safetensors, and removes those of an earlier
                 save in the directory: readers would take them first.
+            averaged: write the averages that `ema_decay` keeps, in the dtypes of the weights.
 
         Raises:
-            ConfigError: `save_directory` is a file.
+            ConfigError: `save_directory` is a file; `averaged`, and no averages are kept of this model.
             DiskFullError: there is no room.
             NonFiniteError: weights are NaN or infinite, and `on_nonfinite` is not "warn".
             ProcessGroupError: rank 0 could not write.
@@ -616,9 +639,12 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             logger.warning(f"{type(model).__name__} was not prepared: its weights on rank 0 are saved")
         if found is not None:
             self._check_weights([found], f"save_model to {directory}")
-        state = _own_state(model) if found is None else found.unit.checkpoint_io().lazy_model_state()
         # Errors of the writing are raised after the last tensor has been gathered: the ranks stay in step.
-        with raise_together(self.process, f"save_model to {directory}"):
+        with (
+            self.averaged_weights(model) if averaged else nullcontext(),
+            raise_together(self.process, f"save_model to {directory}"),
+        ):
+            state = _own_state(model) if found is None else found.unit.checkpoint_io().lazy_model_state()
             save_weights(
                 state, directory, max_shard_size, safe_serialization=safe_serialization, writes=self.process.is_main
             )

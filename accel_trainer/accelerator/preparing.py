@@ -353,6 +353,11 @@ class AcceleratorPreparing(AcceleratorSettings):
             self.meters.take_model(job.model)
         keep_gradients(job.model, self.process.device)
         unit = self.strategy.prepare(job, self.precision, self.process)
+        if self.config.ema_decay is not None and unit.averages is None and job.optimizers:
+            raise ConfigError(
+                f"{self.resolved.describe('ema_decay')}: strategy {self.strategy.name!r} keeps no averages of weights; "
+                "use strategy 'ddp' or 'fsdp2', or leave ema_decay out"
+            )
         accumulation = self.config.accumulation
         window = AccumulationWindow(
             num_steps=accumulation.num_steps,

@@ -1,6 +1,7 @@
 """The full training state in a directory: safetensors and JSON, keyed by parameter names. No pickle.
 
 unit_I.json, unit_I.*          model I and its optimizers' state, as `CheckpointIO` writes them
+unit_I.averages.RRRRR.*        rank R's shards of the averages of model I's weights, with `ema_decay`
 training.safetensors/.json     schedulers, loaders' positions, scaler, registered objects
 random_R.safetensors/.json     random streams of rank R
 window_R.safetensors/.json     gradients of an accumulation window, on rank R, where the save came in the middle of one
@@ -167,6 +168,7 @@ def save_train_state(staged: StagedDirectory, state: TrainState, process: Proces
     for index, unit in enumerate(state.units):
         with raise_together(process, "save of the state"):
             unit.save(staged, f"unit_{index}", weights=state.has_weights[index])
+            unit.save_averages(staged, f"unit_{index}.averages")
     with raise_together(process, "save of the state"):
         # Before anything is written: it may gather, and a rank whose disk is full would not take part.
         window = state.windows.state_dict()
@@ -290,8 +292,12 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
         open_windows = _plan_windows(stored, state)
     # Everything is checked before the first object changes.
     loads = [
-        unit.plan_load(stored, f"unit_{index}", weights=state.has_weights[index])
+        load
         for index, unit in enumerate(state.units)
+        for load in (
+            unit.plan_load(stored, f"unit_{index}", weights=state.has_weights[index]),
+            unit.plan_averages(stored, f"unit_{index}.averages"),
+        )
     ]
     # All plans first: the second model that does not fit must leave the first one as it was.
     for load in loads:

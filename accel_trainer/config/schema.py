@@ -382,6 +382,8 @@ class RunConfig:
     """NaN in an update: raise ends the run (code 76), skip_step leaves it out, rollback loads the last save."""
     max_rollbacks: int = 3
     """How often in a row on_nonfinite rollback goes back to the same checkpoint before it raises."""
+    ema_decay: float | None = None
+    """Keep averages of the weights, `decay * average + (1 - decay) * weight` after each update; None keeps none."""
     on_changed_run: ChangedRunAction = ChangedRunAction.AUTO
     """A resume with other samples in an update: refuse or warn; auto refuses it in a Trainer on as many ranks."""
     local_steps: int | None = None

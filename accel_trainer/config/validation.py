@@ -86,6 +86,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "outer_optimizer.momentum": (lambda momentum: 0 <= momentum < 1, "a number from 0 on and below 1"),
     "max_rollbacks": _at_least(1),
     "peak_flops": (lambda rate: rate >= 1e9, "operations a second of one device, 1e9 at least: 989e12 for an H100"),
+    "ema_decay": (lambda decay: 0 < decay < 1, "a number above 0 and below 1, such as 0.999"),
     "data.data_seed": _at_least(0),
     "accumulation.num_steps": _at_least(1),
     "compile.backend": (
@@ -331,6 +332,11 @@ def _local_step_checks(config: RunConfig, describe: Callable[[str], str]) -> Ite
             "on_nonfinite",
             config.on_nonfinite in (NonFiniteAction.SKIP_STEP, NonFiniteAction.ROLLBACK),
             "for which all ranks have to see the same gradients; use raise or warn",
+        ),
+        (
+            "ema_decay",
+            config.ema_decay is not None,
+            "whose averages would be those of each rank's own replica; leave one of the two out",
         ),
     ):
         yield (

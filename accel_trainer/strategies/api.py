@@ -33,6 +33,7 @@ from accel_trainer.strategies.comm_hooks import CommHook
 from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.parameter_state.base_io import CheckpointIO
+from accel_trainer.techniques.ema import AveragedWeights
 
 __all__ = [
     "BaseStrategy",
@@ -161,6 +162,8 @@ class TrainUnit(Protocol):
     """The user's own, in the order in which they were bound."""
     local_replicas: LocalReplicas | None = None
     """For updates of each rank's replica by itself; None where ranks hold no replicas, or exchange nothing."""
+    averages: AveragedWeights | None = None
+    """Moving averages of the weights, where `ema_decay` asks for them."""
     fixes_parameters: bool = False
     """Whether the parameters that are trained are those that it was built with."""
     keeps_buffers_apart: bool = False
@@ -222,6 +225,16 @@ class TrainUnit(Protocol):
 
     def zero_grad(self, set_to_none: bool = True, *, optimizer: Optimizer | None = None) -> None:
         """Drop the gradients of an optimizer's parameters; None for all of the unit's optimizers."""
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the averages of its weights, where there are any."""
+        return nullcontext() if self.averages is None else self.averages.in_model()
+
+    def adopt_averages(self) -> None:
+        """Give the model the averages for good, and keep none any more. Every rank calls it."""
+        if self.averages is not None:
+            self.averages.copy_to_model()
+        self.averages = None
 
     def take_scheduler(self) -> Any:
         """Return the schedule of the engine's own configuration, which the engine steps no longer; None without one."""

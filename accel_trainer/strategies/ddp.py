@@ -123,7 +123,7 @@ class DDPUnit(NativeUnit):
 
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state, of every replica's where they are apart."""
-        return TorchCheckpointIO(self.module, self.optimizers, self.local_replicas)
+        return TorchCheckpointIO(self.module, self.optimizers, self.local_replicas, self.averages)
 
     def exposed_communication_seconds(self) -> float | None:
         """Return the mean time for which an exchange of gradients keeps a backward waiting, as DDP samples it."""

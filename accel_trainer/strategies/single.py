@@ -31,6 +31,7 @@ from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.optimizers import check_disjoint, check_optimizer_belongs
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO, state_follows_parameters
+from accel_trainer.techniques.ema import build_averages, check_averaging
 
 logger = logging.get_logger(__name__)
 
@@ -87,6 +88,7 @@ def check_optimizers(job: TrainJob) -> None:
     known = {id(parameter): parameter for parameter in job.model.parameters()}
     for optimizer in job.optimizers:
         check_optimizer_belongs(optimizer, job.model, known)
+        check_averaging(job.resolved, optimizer)
     check_disjoint(job.optimizers, known)
 
 
@@ -186,19 +188,23 @@ class NativeUnit(TrainUnit):
         known = self.known_parameters()
         check_optimizer_belongs(optimizer, self.module, known)
         check_disjoint([*self.optimizers, optimizer], known)
+        if self.averages is not None:
+            check_averaging(self._resolved, optimizer)
         # An optimizer that has stepped before prepare() holds its moments where the parameters were then.
         state_follows_parameters(optimizer, self.module.parameters())
         self.optimizers.append(optimizer)
 
     def with_optimizers(self, job: TrainJob) -> Self:
-        """Take the job's optimizers, and return the unit."""
+        """Take the job's optimizers and options, and return the unit."""
+        self._resolved = job.resolved
+        self.averages = build_averages(self.module, job.config)
         for optimizer in job.optimizers:
             self.bind_optimizer(optimizer)
         return self
 
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
-        return TorchCheckpointIO(self.module, self.optimizers)
+        return TorchCheckpointIO(self.module, self.optimizers, averages=self.averages)
 
     def local_bytes(self, *, in_window: bool = False) -> int:
         """Return about how many bytes this rank writes for the unit."""

@@ -338,6 +338,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
                     self._load_from_checkpoint(resume_from_checkpoint)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
+            upstream_files.load_averages(self, resume_from_checkpoint)
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -586,6 +587,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         # Losses since the last log are this rank's own; transformers 5.23 (trainer.py:1998) takes them for the job's.
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         self.end_local_updates(is_failed=False)
+        self.accelerator.unit_of(self.model).adopt_averages()
         with keeping_best(self), loading_by_override(self):
             output: TrainOutput = super()._finalize_training(trial, num_train_samples, start_time)
         return output
@@ -605,7 +607,12 @@ class Trainer(ResumingMethods, transformers.Trainer):
         begin = time.perf_counter()
         # Predictions that a script asks for go on with its streams: those that are sampled differ from call to call.
         is_alone = self.is_in_train or description != "Prediction"
-        with self.mean_of_replicas(), KeptStreams() if is_alone else nullcontext(), keeping_epoch(dataloader):
+        with (
+            self.mean_of_replicas(),
+            self.averaged_weights(),
+            KeptStreams() if is_alone else nullcontext(),
+            keeping_epoch(dataloader),
+        ):
             model, preparation_seconds = self._preparation.prepare_for_evaluation(self)
             output = run_evaluation(
                 self, model, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix

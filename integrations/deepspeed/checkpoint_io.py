@@ -35,6 +35,7 @@ from accel_trainer.strategies.parameter_state.base_io import (
     group_options,
     uncompiled_name,
 )
+from accel_trainer.techniques.ema import AveragedWeights
 from accel_trainer.tree import leaves, map_leaves
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -46,8 +47,14 @@ class DeepSpeedCheckpointIO(CheckpointIO):
 
     engine_name = "DeepSpeed's engine"
 
-    def __init__(self, engine: Any, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[str]]) -> None:
-        super().__init__(engine.module, has_optimizer=bool(optimizers))
+    def __init__(
+        self,
+        engine: Any,
+        optimizers: Sequence[Optimizer],
+        groups: Sequence[Sequence[str]],
+        averages: AveragedWeights | None = None,
+    ) -> None:
+        super().__init__(engine.module, bool(optimizers), averages=averages)
         self._groups = groups
         self._engine = engine
         self._zero = engine.optimizer
@@ -73,7 +80,9 @@ class DeepSpeedCheckpointIO(CheckpointIO):
         from deepspeed.utils import safe_get_full_fp32_param
 
         full: Tensor
-        if self.partitions.trained(tensor) is not None:
+        if self.averages is not None and self.averages.is_in_model:  # and the engine's fp32 weights are the own ones
+            full = tensor.detach().to(self.dtype_of(tensor), copy=True)
+        elif self.partitions.trained(tensor) is not None:
             full = safe_get_full_fp32_param(tensor)
         else:
             with GatheredParameters([tensor]):  # does nothing for a tensor that ZeRO-3 has not partitioned

@@ -35,6 +35,7 @@ from accel_trainer.strategies.own_methods import (
 )
 from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place, require_values
+from accel_trainer.techniques.ema import build_averages
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NEVER_PRINT = 2**31
@@ -152,6 +153,11 @@ class DeepSpeedStrategy(BaseStrategy):
                 "zero_optimization.stage of the DeepSpeed configuration is 0, or not given: nothing would be sharded; "
                 "write stage 1, 2 or 3, or use strategy 'ddp'"
             )
+        if config.stage == 3 and job.config.ema_decay is not None:
+            raise ConfigError(
+                f"{job.resolved.describe('ema_decay')} with stage 3 of ZeRO, whose engine keeps pieces of parameters "
+                "that averages cannot take the place of in an evaluation; use stage 2, or strategy 'fsdp2'"
+            )
         for optimizer in job.optimizers:
             check_kind(optimizer, _UNSUPPORTED, self.name)
         _check_groups(job)
@@ -194,6 +200,7 @@ class DeepSpeedStrategy(BaseStrategy):
         apply_compile(job.model, job.config.compile, job.compile_options)
         compared_over = process if job.config.debug else None
         unit = DeepSpeedUnit(engine, job.optimizers, groups, hooks, compared_over)
+        unit.averages = build_averages(job.model, job.config)
         _adapt_own_methods(unit, config, process)
         return unit
 

@@ -370,7 +370,13 @@ class DeepSpeedUnit(TrainUnit):
 
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
-        return DeepSpeedCheckpointIO(self._engine, self.optimizers, self._groups)
+        return DeepSpeedCheckpointIO(self._engine, self.optimizers, self._groups, self.averages)
+
+    def adopt_averages(self) -> None:
+        """Give the model and the engine's own fp32 weights the averages for good. Collective."""
+        io, self.averages = self.checkpoint_io(), None
+        if averages := io.averaged_model():
+            io.load_full_model_state(averages, strict=False)
 
     def local_bytes(self, *, in_window: bool = False) -> int:
         """Return how many bytes this rank writes for the unit; the gradients of a window are not among them."""

@@ -37,6 +37,7 @@ SPECIAL = {
     "parallel.loss_parallel": st.just(False),
     "parallel.tp_size": st.just(1),
     "parallel.tp_plan": st.just(()),
+    "ema_decay": st.floats(0.01, 0.99),
     "outer_optimizer.momentum": st.floats(0, 0.99),
     "peak_flops": st.floats(1e9, 1e18),
     "preemption.signals": st.lists(st.sampled_from(["SIGTERM", "SIGUSR1", "SIGUSR2"]), unique=True).map(tuple),
@@ -68,6 +69,7 @@ def configurations(draw):
     values = {spec.path: draw(values_of(spec)) for spec in chosen}
     assume(not (values.get("fsdp.replicate_per_node") and values.get("fsdp.replicate_size", 1) > 1))
     if "local_steps" in values:
+        assume("ema_decay" not in values)
         assume(not values.get("ddp.static_graph") and values.get("strategy", "auto") not in ("fsdp2", "deepspeed"))
         assume(values.get("on_nonfinite") in (None, "raise", "warn") and values.get("mixed_precision") != "fp16")
     if "launch.min_processes" in values:

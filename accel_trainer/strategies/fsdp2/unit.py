@@ -127,11 +127,24 @@ class FSDP2Unit(NativeUnit):
 
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
+        self._reshard()
+        return super().checkpoint_io()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Context in which the shards are those of the averages; nothing stays gathered of the others."""
+        self._reshard()
+        with super().averaged_weights():
+            try:
+                yield
+            finally:
+                self._reshard()
+
+    def _reshard(self) -> None:
         # A forward without its backward leaves parameters gathered, under other objects than the optimizer's.
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return super().checkpoint_io()
 
 
 _NEEDS_FULL = (

@@ -37,6 +37,7 @@ from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 from accel_trainer.strategies.local_replicas import LocalReplicas
+from accel_trainer.techniques.ema import AveragedWeights
 
 EXTRA_STATE = "_extra_state"
 """Last part of the name under which torch saves what a module's get_extra_state() returns; of any shape."""
@@ -216,11 +217,18 @@ class CheckpointIO(ABC):
     engine_name: str
     """For messages."""
 
-    def __init__(self, module: nn.Module, has_optimizer: bool, replicas: LocalReplicas | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        has_optimizer: bool,
+        replicas: LocalReplicas | None = None,
+        averages: AveragedWeights | None = None,
+    ) -> None:
         self.module = module
         self.has_optimizer = has_optimizer
         self.replicas = replicas
         """Of a model whose ranks may update it apart."""
+        self.averages = averages
 
     def shape_of(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the unsharded shape."""
@@ -378,10 +386,47 @@ class CheckpointIO(ABC):
         if staged.commits:
             staged.write_json(f"{prefix}.json", outline)
 
+    def averaged_model(self) -> dict[str, Tensor]:
+        """Return the averages of the weights by name, laid out as the weights; none before the first update."""
+        if self.averages is None:
+            return {}
+        found = {name: self.averages.of(tensor) for name, tensor in self._distinct_tensors()[0].items()}
+        return {name: average for name, average in found.items() if average is not None}
+
+    def save_averages(self, staged: StagedDirectory, prefix: str) -> None:
+        """Write this rank's shards of the averages of the weights, under `prefix`, if there are any."""
+        if self.averages is not None:
+            self.averages.require_own("a save of the training state")
+            self.shard_model(self.averaged_model(), staged.ranks).write(staged, prefix)
+
+    def plan_averages(self, stored: StoredCheckpoint, prefix: str) -> Callable[[], None]:
+        """Verify the averages that `save_averages` wrote, and plan the reads of this rank's; what lacks begins anew."""
+        shards, averages, reads, targets = StoredShards(stored, prefix), self.averages, Reads(), dict[Tensor, Tensor]()
+        if averages is None:
+            return lambda: None
+        with raise_together(stored.process, f"load of {stored.path}"):
+            own = self._distinct_tensors()[0]
+            for name in own.keys() & set(shards):
+                targets[own[name]] = averages.target(own[name])
+                reads.add(shards, name, targets[own[name]])
+            if not targets:
+                logger.warning(
+                    "%s holds no averages of the weights (ema_decay): they begin anew with the next update", stored.path
+                )
+        stored.verify_together(reads.files)
+
+        def load() -> None:
+            with raise_together(stored.process, f"load of {stored.path}"):
+                reads.run()
+            averages.resume(targets)
+
+        return load
+
     def local_bytes(self, *, weights: bool = True) -> int:
-        """Return the size of the tensors that `save` writes on this rank. Not collective."""
+        """Return the size of the tensors that `save` writes on this rank, averages among them. Not collective."""
         ranks = (current_rank(),) if self.replicas is not None and self.replicas.is_apart else range(world_size())
         total = self.shard_model(self._distinct_tensors()[0] if weights else {}, ranks).num_bytes
+        total += self.shard_model(self.averaged_model(), ranks).num_bytes
         return total + self.shard_optimizers(ranks)[0].num_bytes if self.has_optimizer else total
 
     def load(self, stored: StoredCheckpoint, prefix: str, *, weights: bool = True) -> None:

@@ -42,6 +42,7 @@ from accel_trainer.strategies.parameter_state.base_io import (
     uncompiled_name,
     world_size,
 )
+from accel_trainer.techniques.ema import AveragedWeights
 from accel_trainer.tree import map_leaves
 
 logger = logging.get_logger(__name__)
@@ -107,9 +108,13 @@ class TorchCheckpointIO(CheckpointIO):
     engine_name = "torch's"
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[Optimizer] = (), replicas: LocalReplicas | None = None
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        replicas: LocalReplicas | None = None,
+        averages: AveragedWeights | None = None,
     ) -> None:
-        super().__init__(module, has_optimizer=bool(optimizers), replicas=replicas)
+        super().__init__(module, bool(optimizers), replicas, averages)
         self.optimizers = tuple(optimizers)
 
     def gather(self, tensor: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ _OPTIONS = {
     "ddp_find_unused_parameters": "ddp.find_unused_parameters",
     "ddp_static_graph": "ddp.static_graph",
     "ddp_timeout": "timeout_seconds",
+    "ema_decay": "ema_decay",
     "local_steps": "local_steps",
     "local_steps_after": "local_steps_after",
     "max_rollbacks": "max_rollbacks",
@@ -160,6 +161,7 @@ class TrainingArguments(transformers.TrainingArguments):
     max_rollbacks: int = _mirrored("max_rollbacks")
     meters: bool = _mirrored("meters")
     peak_flops: float | None = _mirrored("peak_flops")
+    ema_decay: float | None = _mirrored("ema_decay")
     preempt_signals: str = _argument(
         "SIGTERM,SIGUSR1,SIGINT",
         "Signals at which a run that saves checkpoints saves one and ends with exit code 85, at the next micro-batch, "

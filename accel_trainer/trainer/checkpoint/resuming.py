@@ -68,7 +68,9 @@ _ROLLED_BACK = (
 )  # fmt: skip
 _WORDS = {"True": True, "true": True, "latest": True, "False": False, "false": False}
 """What `resume_from_checkpoint` may be that names no path: scripts hand on what stood on their command lines."""
-_WEIGHTS = re.compile(r"(model|pytorch_model|trained_weights)[^/]*|([^/]+/)?adapter_model[^/]*|pytorch_model_fsdp_0/.*")
+_WEIGHTS = re.compile(
+    r"(model|pytorch_model|trained_weights|averages)[^/]*|([^/]+/)?adapter_model[^/]*|pytorch_model_fsdp_0/.*"
+)
 
 
 class ResumingMethods(SavingMethods):
@@ -290,6 +292,7 @@ class ResumingMethods(SavingMethods):
             self._load_from_checkpoint(checkpoint)
         self._load_optimizer_and_scheduler(checkpoint)
         self._load_scaler(checkpoint)
+        upstream_files.load_averages(self, checkpoint)
         saved = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
         for name in _ROLLED_BACK:
             setattr(state, name, getattr(saved, name))
@@ -306,6 +309,7 @@ class ResumingMethods(SavingMethods):
         verify_best(self, best)
         if not upstream_files.load_weights(self, self.model, best):
             super()._load_best_model()
+        upstream_files.load_averages(self, best, into_model=True)  # with which it was the best
 
 
 def _found(trainer: Trainer, given: Any) -> Any:

@@ -75,7 +75,7 @@ _trains = itertools.count()
 NOTE_NAME = "_last_update"
 """In a run's directory. Begins as `_lock` does: pushing the directory to a hub leaves such names out."""
 RESERVED_NAMES = [
-    "model*.safetensors*", "pytorch_model*", "optimizer*", "scheduler.pt", "scaler.pt", "rng_state*",
+    "model*.safetensors*", "pytorch_model*", "optimizer*", "averages.*", "scheduler.pt", "scaler.pt", "rng_state*",
     "epoch_rng_state*", "outer_optimizer*", "global_step*", "latest", TRAINER_STATE_NAME,
 ]  # fmt: skip
 """Names under which a resume looks for something. Callbacks may put other files into a checkpoint that is complete."""
@@ -113,6 +113,15 @@ class SavingMethods(_Upstream):
     def mean_of_replicas(self) -> AbstractContextManager[None]:
         """Context in which the model is the mean of all replicas, where each rank has updated its own. Collective."""
         return nullcontext() if self.local_replicas is None else self.local_replicas.as_mean()
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the averages of its weights, where `ema_decay` keeps some.
+
+        Every rank enters it: `evaluate` and `predict` do, and a callback may, to call `save_model` in it. It is of use
+        in `train()`, at whose end the averages become the model's weights.
+        """
+        accelerator, model = self.accelerator, self.model
+        return accelerator.unit_of(model).averaged_weights() if accelerator.is_prepared(model) else nullcontext()
 
     @section("save")
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -345,6 +354,8 @@ def _write(trainer: Trainer, target: Path, staged: StagedDirectory) -> None:
             trainer.save_model(directory, _internal_call=True)
         with raise_together(process, f"save of {target}"):
             upstream_files.save_trained_beside(trainer, staged)
+        with raise_together(process, f"save of {target}"):
+            upstream_files.save_averages(trainer, staged)
     state = trainer.state
     if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST) and state.best_global_step:
         best = target.with_name(f"{PREFIX}{state.best_global_step}")

@@ -7,6 +7,7 @@ A sharded Trainer writes:
     optimizer.json, optimizer.optimizer.* state_dict_type sharded, and DeepSpeed: each rank its shards
     optimizer.json, optimizer.*.replica_* with local_steps: each rank its replica; model.safetensors is their mean
     outer_optimizer.bin                   with local_steps and an outer optimizer: its weights and state
+    averages.RRRRR.safetensors            with ema_decay, on one process too: rank R's shards of the averaged weights
     scheduler.pt  rng_state_R.pth  trainer_state.json  training_args.bin
 
 Of a model with adapters of PEFT, a Trainer of any strategy writes in place of model.safetensors and config.json:
@@ -45,6 +46,7 @@ from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind, Selection, open_checkpoint
 from accel_trainer.checkpoint.safetensors_file import SafetensorsFile
+from accel_trainer.checkpoint.shards import StoredShards
 from accel_trainer.checkpoint.store import numbered_checkpoints
 from accel_trainer.checkpoint.torch_files import check_torch_file, load_torch_file
 from accel_trainer.checkpoint.weights.adapters import (
@@ -81,6 +83,7 @@ SHARDS_PREFIX = "optimizer"
 SHARDS_NAME = f"{SHARDS_PREFIX}.json"
 _OPTIMIZER_NAMES = (FULL_OPTIMIZER_NAME, SHARDED_OPTIMIZER_NAME, PLAIN_OPTIMIZER_NAME, SHARDS_NAME)
 OUTER_OPTIMIZER_NAME = "outer_optimizer.bin"
+AVERAGES_PREFIX = "averages"
 SCHEDULER_NAME = "scheduler.pt"
 ENGINE_STATE_PATTERN = "global_step*"
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"
@@ -520,6 +523,24 @@ def load_outer_optimizer(outer: OuterOptimizer | None, replicas: LocalReplicas, 
             "(outer_optimizer.lr): the next exchange would be another; resume with the options that it was saved with, "
             "or begin a new training from its weights: pass the directory as the model"
         )
+
+
+def save_averages(trainer: Trainer, staged: StagedDirectory) -> None:
+    """Write the averages of the weights, each rank its shards, where the run keeps some."""
+    _io(trainer).save_averages(staged, AVERAGES_PREFIX)
+
+
+def load_averages(trainer: Trainer, directory: str | Path, *, into_model: bool = False) -> None:
+    """Go on with a checkpoint's averages of the weights, or give them to the model, if the run has any. Collective."""
+    if trainer.accelerator.config.ema_decay is None:
+        return
+    stored = trainer.run_checkpoints.checkpointer.open_named(Path(directory), "size")
+    if stored is None:
+        logger.warning(f"{directory} holds no averages of the weights (ema_decay): they begin with the next update.")
+    elif into_model:
+        _io(trainer).load_full_model_state(StoredShards(stored, AVERAGES_PREFIX), strict=False)
+    else:
+        _io(trainer).plan_averages(stored, AVERAGES_PREFIX)()
 
 
 def load_scheduler(trainer: Trainer, directory: Path) -> None:

@@ -44,6 +44,7 @@ SPECIAL = {
     "fsdp.state_dict_type": "sharded",
     "fsdp.wrap_classes": "A,B",
     "fsdp.ignored_modules": r"head\..{1,2}",
+    "ema_decay": "0.5",
     "outer_optimizer.momentum": "0.5",
     "peak_flops": "989e12",
     "preemption.signals": "SIGTERM,SIGUSR2",

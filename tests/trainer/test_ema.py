@@ -1,0 +1,121 @@
+"""Averages of the weights in the Trainer: the recursion over its checkpoints, evaluation, resume, and its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.strategy_configs import HAS_DEEPSPEED
+from tests.trainer_jobs import TokenDataset, build_model, build_trainer, on_ranks, preload, weights_of
+
+DECAY, UPDATES = 0.8, 4
+STRATEGIES = ["single", "ddp", "fsdp", "fsdp_sharded", *(["zero2"] if HAS_DEEPSPEED else [])]
+if HAS_DEEPSPEED:
+    preload("deepspeed")
+State = dict[str, torch.Tensor]
+
+
+def run(folder: str, strategy: str, resume: str | None = None, **changes: Any) -> dict[str, Any]:
+    if strategy == "zero2":
+        stage = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+        strategy, changes = "single", {"deepspeed": stage, **changes}
+    options = {"ema_decay": DECAY, "max_steps": UPDATES, "save_strategy": "steps", "save_steps": 1, **changes}
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    trainer = build_trainer(folder, strategy=strategy, samples=64, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    history = trainer.state.log_history
+    trainer.save_model(f"{folder}/final")
+    return {
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "eval_losses": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "after": trainer.evaluate()["eval_loss"],
+        "weights": {name: torch.from_numpy(value) for name, value in weights_of(trainer).items()},
+        "best": trainer.state.best_model_checkpoint,
+    }
+
+
+def averages_of(checkpoint: Path) -> State:
+    """Put together the averages in a checkpoint's files, of any number of ranks; every rank has rows from a box on."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    found: State = {}
+    for file in sorted(checkpoint.glob("averages.*.safetensors")):
+        for name, tensor in load_file(file).items():
+            entry = manifest["tensors"][file.name][name]
+            full = found.setdefault(name, torch.zeros(entry.get("shape", list(tensor.shape))))
+            offsets = entry.get("offsets", [0] * tensor.ndim)
+            full[tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))] = tensor
+    return found
+
+
+def evaluated(state: State) -> float:
+    model = build_model()
+    model.load_state_dict(state, strict=False)
+    rows = torch.utils.data.default_collate(list(TokenDataset(11, seed=1)))
+    with torch.no_grad():
+        return model.eval()(**rows).loss.item()
+
+
+def same(found: State, expected: State, bound: float) -> None:
+    assert found.keys() <= expected.keys()
+    assert found
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=bound, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.fixture(params=STRATEGIES)
+def whole(request, tmp_path):
+    strategy = request.param
+    return strategy, tmp_path, on_ranks(_kind(strategy), _run, str(tmp_path / "run"), name=strategy)[0]
+
+
+def _kind(strategy: str) -> str:
+    return "single" if strategy == "single" else "ddp"
+
+
+def _run(folder: str, *, strategy: str, name: str, **changes: Any) -> dict[str, Any]:
+    return run(folder, name, **changes)
+
+
+@pytest.mark.multirank
+def test_a_run_evaluates_saves_and_ends_with_the_averages_of_its_weights(whole):
+    strategy, folder, found = whole
+    expected: State = {}
+    for update in range(1, UPDATES + 1):
+        checkpoint = folder / "run" / f"checkpoint-{update}"
+        weights = load_file(checkpoint / "model.safetensors")
+        expected = {
+            name: torch.lerp(expected[name], value, 1 - DECAY) if expected else value for name, value in weights.items()
+        }
+        same(averages_of(checkpoint), expected, 1e-6)
+        assert found["eval_losses"][update - 1] == pytest.approx(evaluated(expected), abs=1e-5)
+    same(found["weights"], expected, 1e-6)
+    same(load_file(folder / "run" / "final" / "model.safetensors"), found["weights"], 0)
+    assert found["after"] == pytest.approx(found["eval_losses"][-1], abs=1e-6)
+    # Training itself is that of a run without.
+    alone = on_ranks(_kind(strategy), _run, str(folder / "alone"), name=strategy, ema_decay=None)[0]
+    assert alone["losses"] == found["losses"]
+    resumed = on_ranks(
+        _kind(strategy), _run, str(folder / "again"), name=strategy, resume=str(folder / "run" / "checkpoint-2")
+    )[0]
+    assert (resumed["losses"], resumed["eval_losses"]) == (found["losses"], found["eval_losses"])
+    same(resumed["weights"], found["weights"], 0)
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_the_best_model_is_that_of_its_averages(strategy, save_only_model, tmp_path):
+    options = {
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.5, "ema_decay": 0.3,
+        "save_only_model": save_only_model,
+    }  # fmt: skip
+    found = on_ranks(_kind(strategy), _run, str(tmp_path), name=strategy, **options)[0]
+    best = 1 + found["eval_losses"].index(min(found["eval_losses"]))
+    assert found["best"] == str(tmp_path / f"checkpoint-{best}")
+    same(averages_of(tmp_path / f"checkpoint-{best}"), found["weights"], 0)
+    assert found["after"] == pytest.approx(min(found["eval_losses"]), abs=1e-6)
