@@ -37,6 +37,7 @@ from accel_trainer.runtime.model_wrappers import find_sharded_at_load
 from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.broadcast_values import broadcast_buffers
 from accel_trainer.strategies.optimizers import parameters_of
+from accel_trainer.techniques.muon import Muon, muon_groups
 from accel_trainer.trainer.arguments.deepspeed_arguments import complete_engine_config
 from accel_trainer.trainer.arguments.fsdp_arguments import (
     check_recomputation,
@@ -247,10 +248,18 @@ def create_optimizer(trainer: Trainer, max_steps: int) -> Any:
         trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
         trainer._schedule_of_both = trainer.lr_scheduler
     else:
-        # Without the model, which overrides need not take: upstream gives it to FSDP1 only.
-        trainer.create_optimizer()
+        given = trainer.optimizer_cls_and_kwargs
+        if given is None and trainer.args.optim == "muon":
+            given = Muon, _muon_arguments(trainer)
+        with setting(trainer, optimizer_cls_and_kwargs=given):
+            # Without the model, which overrides need not take: upstream gives it to FSDP1 only.
+            trainer.create_optimizer()
         name = "create_optimizer"
-    if find_sharded_at_load(trainer.model) is not None and not _overrides(trainer, "create_optimizer"):
+    if (
+        find_sharded_at_load(trainer.model) is not None
+        and trainer.args.optim != "muon"
+        and not _overrides(trainer, "create_optimizer")
+    ):
         _join_groups(trainer, trainer.optimizer)
     if trainer.optimizer is None:
         raise ConfigError(
@@ -270,6 +279,30 @@ def _check_hooks(trainer: Trainer) -> None:
             "by hooks that stay on them and would leave another one no gradients; build the model anew, or give the "
             "Trainer a model_init"
         )
+
+
+def _muon_arguments(trainer: Trainer) -> dict[str, Any]:
+    """Return what `Muon` is built with: its groups, each in two, with and without weight decay as upstream's are."""
+    args, kinds = trainer.args, {"momentum": float, "ns_steps": int}
+    decaying = set(trainer.get_decay_parameter_names(trainer.model))
+    decays = {id(parameter): name in decaying for name, parameter in trainer.model.named_parameters()}
+    options: dict[str, Any] = {}
+    for item in (args.optim_args or "").replace(" ", "").split(","):
+        name, _, value = item.partition("=")
+        try:
+            options |= {name: kinds[name](value)} if item else {}
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"optim_args={args.optim_args!r} has {item!r} for optim='muon'; expected momentum=0.95,ns_steps=5"
+            ) from None
+    groups = [
+        {**group, "params": own, "weight_decay": args.weight_decay * is_decaying}
+        for group in muon_groups(trainer.model)
+        for is_decaying in (True, False)
+        if (own := [parameter for parameter in group["params"] if decays[id(parameter)] is is_decaying])
+    ]
+    betas = args.adam_beta1, args.adam_beta2
+    return {"params": groups, "lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, **options}
 
 
 def _join_groups(trainer: Trainer, optimizer: Any) -> None:

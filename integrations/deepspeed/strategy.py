@@ -46,6 +46,7 @@ _NEEDS_SHAPES = (
     "each parameter; use AdamW, or shard with FSDP (fsdp=True, strategy 'fsdp2')"
 )
 _UNSUPPORTED = {
+    "accel_trainer.Muon": _NEEDS_SHAPES,
     "apollo_torch": _NEEDS_SHAPES,
     "galore_torch": _NEEDS_SHAPES,
     "grokadamw": _NEEDS_SHAPES,

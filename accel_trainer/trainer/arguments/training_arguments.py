@@ -240,6 +240,8 @@ class TrainingArguments(transformers.TrainingArguments):
             hidden_variable("ACCELERATE_USE_DEEPSPEED"),
             setting(self, torch_compile=False, torch_compile_backend=None, torch_compile_mode=None, deepspeed=None),
             setting(self, use_cpu=self.use_cpu or not torch.accelerator.is_available()),
+            # A name that transformers does not know yet.
+            setting(self, optim="adamw_torch") if self.optim == "muon" else contextlib.nullcontext(),
         ):
             super().__post_init__()
         self.mixed_precision = str(self.resolved.config.mixed_precision)
