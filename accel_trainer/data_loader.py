@@ -17,13 +17,15 @@ from accel_trainer.accelerator.own_loaders import (
     prepare_data_loader,
 )
 from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
+from accel_trainer.data.packing import PackingCollator, check_packing, pack_dataset
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
 from accel_trainer.unsupported import explain_missing
 
 __all__ = [
     "BatchSamplerShard", "DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderShard", "DataLoaderStateMixin",
-    "IterableDatasetShard", "PreparedDataLoader", "SeedableRandomSampler", "ShardedBatchSampler", "SkipBatchSampler",
-    "SkipDataLoader", "get_sampler", "prepare_data_loader", "skip_first_batches",
+    "IterableDatasetShard", "PackingCollator", "PreparedDataLoader", "SeedableRandomSampler", "ShardedBatchSampler",
+    "SkipBatchSampler", "SkipDataLoader", "check_packing", "get_sampler", "pack_dataset", "prepare_data_loader",
+    "skip_first_batches",
 ]  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from accel_trainer.big_models.dispatch import is_offloaded
 from accel_trainer.config import SchedulerSteps
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
+from accel_trainer.data.packing import check_prepared
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DummyOptim, DummyScheduler
 from accel_trainer.precision import keep_gradients
@@ -73,7 +74,8 @@ class AcceleratorPreparing(AcceleratorSettings):
             device_placement: one flag per object; false leaves a model or a loader's batches where they are.
 
         Raises:
-            ConfigError: an object cannot be prepared as configured; nothing has been changed then.
+            ConfigError: an object cannot be prepared as configured; nothing has been changed then. Or a model does not
+                tell the documents apart that a loader beside it packs: `check_packing`.
         """
         placements = self._placements(objects, device_placement)
         self.take_sharded(_of_kind(objects, nn.Module))
@@ -94,6 +96,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         results |= {id(dummy): self._build_scheduler(dummy, results) for dummy in dummies}
         results |= {key: self._prepared.add_data_loader(loader) for key, loader in loaders.items()}
         results |= {id(item): self.prepare_scheduler(item) for item in _of_kind(objects, LRScheduler)}
+        check_prepared([results[id(model)] for model in _of_kind(objects, nn.Module)], loaders.values(), self.device)
         prepared = tuple(results.get(id(item), item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 

@@ -68,6 +68,7 @@ from accel_trainer.trainer.preparation import (
 from accel_trainer.trainer.run_clock import RunClock
 from accel_trainer.trainer.search import BatchSizeSearch, search_with_optuna
 from accel_trainer.trainer.signals import flags_of, share_metrics
+from accel_trainer.trainer.training_data import check_packed_model, check_packing_arguments, packed_for_training
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -179,6 +180,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
                 self._loss_shifts_labels = False
             elif predicts_next_token(self.model):
                 self._loss_shifts_labels = True
+            check_packing_arguments(self)
             if self.label_smoother is not None:
                 factor = args.label_smoothing_factor
                 self.label_smoother = build_smoother(self.model, factor, shifts=self._loss_shifts_labels)
@@ -232,8 +234,11 @@ class Trainer(ResumingMethods, transformers.Trainer):
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader:
         name = {"Training": "train_dataset", "Evaluation": "eval_dataset"}.get(description, "test_dataset")
         check_dataset(dataset, name)
+        collator, drops = self.data_collator, False
+        if name == "train_dataset":
+            (dataset, collator), drops = packed_for_training(self, dataset), self.args.dataloader_drop_last
         # Whatever is evaluated or predicted counts, also where updates are to have equally many samples.
-        with setting(self.args, dataloader_drop_last=self.args.dataloader_drop_last and name == "train_dataset"):
+        with setting(self.args, dataloader_drop_last=drops), setting(self, data_collator=collator):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -332,6 +337,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
             self.lr_scheduler = None
             self._created_lr_scheduler = False
         model = self._preparation.prepare_for_training(self, max_steps)
+        check_packed_model(self, model, train_dataloader)
         if resume_from_checkpoint is not None:
             if self.is_sharded:  # other models were loaded before they were prepared (5.23, trainer.py:1563)
                 with loading_by_override(self):

@@ -406,6 +406,7 @@ class _SequenceForward:
             raise ConfigError(f"{name} is asked for attentions, which no rank has in full; set output_attentions=False")
 
     def _run(self, given: dict[str, Any], skips_logits: bool) -> Any:
+        given.pop("use_cache", None)
         words = given.get("input_ids")
         words = given["inputs_embeds"] if words is None else words
         sequence = self._sequence(given, words)

@@ -174,6 +174,21 @@ class TrainingArguments(transformers.TrainingArguments):
         "Length that the data collator pads batches to a multiple of. That of the longest row gives every batch one "
         "shape, as TPUs want.",
     )
+    packing: bool = _argument(
+        False,
+        "Whether to train on rows of max_length tokens, of several documents that see nothing of each other.",
+    )
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = _argument(
+        "bfd",
+        "How documents are packed: 'bfd' (best fit decreasing) cuts off what is longer than a row, 'bfd_split' makes "
+        "pieces of it, 'wrapped' fills each row and cuts where it ends.",
+    )
+    max_length: int | None = _argument(1024, "With packing: tokens of a row. Without, nothing is cut.")
+    padding_free: bool = _argument(
+        False,
+        "Whether to put the documents of a training batch into one row without padding. Flash attention always gets "
+        "packed rows this way; other attention computes the square of the row's length.",
+    )
     logging_nan_inf_filter: bool = _argument(
         False, "Whether to log the mean so far in place of a NaN or infinite loss. Upstream's default hides it."
     )

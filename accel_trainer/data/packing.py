@@ -1,0 +1,438 @@
+"""Packing: documents of many lengths in rows of one length, which see nothing of each other.
+
+`pack_dataset` plans the rows from the lengths of the documents alone, so every rank and worker has the same plan, and
+rows are shuffled, sharded and resumed as the samples of any other data set are. `PackingCollator` makes batches of
+rows: positions begin at 0 with each document, by which transformers (5.23, masking_utils.py:876 and
+modeling_flash_attention_utils.py:855) keeps attention within it, and its first token is no target. `check_packing` asks
+a model whether it does.
+"""
+
+# B rows, L tokens of a row, V vocabulary
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from accel_trainer.data.plan import mix_seed, permutation
+from accel_trainer.errors import ConfigError
+from accel_trainer.logging import get_logger
+from accel_trainer.runtime.rng import KeptStreams
+from accel_trainer.runtime.tensor_trees import send_to_device
+
+logger = get_logger(__name__)
+
+STRATEGIES = ("bfd", "bfd_split", "wrapped")
+
+_WINDOW = 8192
+"""Documents that are packed together: a window leaves one row or two that are not full, of about a thousand."""
+
+Piece = tuple[Any, int, int]
+"""A document, or its index, with the first of its tokens and the one after the last."""
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def pack_documents(
+    documents: Iterable[tuple[Any, int]], max_length: int, strategy: str, seed: int = 0, window: int = _WINDOW
+) -> Iterator[list[Piece]]:
+    """Yield rows of pieces of documents, each of at most `max_length` tokens: a function of its arguments only.
+
+    Args:
+        documents: each with its number of tokens; at most `window` of them are held.
+        strategy: "bfd" puts each document, the longest first, where the least space is left over (best fit decreasing;
+            Ding et al., arXiv 2404.10830), and cuts the end of longer ones off; "bfd_split" cuts those into pieces;
+            "wrapped" fills each row to the end, and goes on with the rest of a document in the next.
+        seed: of the order of the rows of a window, which "bfd" makes of the longest documents first.
+    """
+    if strategy == "wrapped":
+        yield from _wrap(documents, max_length)
+        return
+    source, splits = iter(documents), strategy == "bfd_split"
+    number = 0
+    while held := list(islice(source, window)):
+        pieces = [
+            (document, begin, min(begin + max_length, length))
+            for document, length in held
+            for begin in range(0, length if splits else min(length, 1), max_length)
+        ]
+        rows = _best_fit(pieces, max_length)
+        random.Random(mix_seed(seed, number)).shuffle(rows)
+        number += 1
+        yield from rows
+
+
+def _best_fit(pieces: list[Piece], max_length: int) -> list[list[Piece]]:
+    rows: list[list[Piece]] = []
+    by_space: list[list[list[Piece]]] = [[] for _ in range(max_length)]
+    spaces = 0  # bit n: there are rows with n tokens left; the lowest bit from a length on is the best fit, in 0.2 us
+    for piece in sorted(pieces, key=lambda piece: piece[1] - piece[2]):
+        length = piece[2] - piece[1]
+        fitting = spaces >> length
+        if fitting:
+            space = length + (fitting & -fitting).bit_length() - 1
+            row = by_space[space].pop()
+            if not by_space[space]:
+                spaces ^= 1 << space
+        else:
+            space, row = max_length, []
+            rows.append(row)
+        row.append(piece)
+        if left := space - length:
+            by_space[left].append(row)
+            spaces |= 1 << left
+    return rows
+
+
+def _wrap(documents: Iterable[tuple[Any, int]], max_length: int) -> Iterator[list[Piece]]:
+    row: list[Piece] = []
+    space = max_length
+    for document, length in documents:
+        begin = 0
+        while begin < length:
+            end = min(length, begin + space)
+            row.append((document, begin, end))
+            begin, space = end, space - (end - begin)
+            if not space:
+                yield row
+                row, space = [], max_length
+    if row:
+        yield row
+
+
+def pack_dataset(
+    dataset: Any,
+    max_length: int,
+    packing_strategy: str = "bfd",
+    *,
+    seed: int = 0,
+    lengths: Sequence[int] | None = None,
+    buffer_size: int = _WINDOW,
+) -> PackedDataset | PackedStream:
+    """Return a data set whose samples are packed rows, for a loader whose collate function is a `PackingCollator`.
+
+    A map-style set is planned here, once, from the lengths of all its documents: of tokenized sets of `datasets` these
+    are read from the tables, of others document by document, unless they are given. A stream is packed as it comes.
+    Ranks do not communicate: each has the same plan.
+
+    Args:
+        dataset: its samples are mappings with "input_ids" of any length, unpadded, and what else there is for each
+            token, such as "labels".
+        max_length: tokens of a row.
+        packing_strategy: "bfd" cuts off what of a document is longer than a row, "bfd_split" makes pieces of it, and
+            "wrapped" cuts wherever a row is full. Each piece is a document of its own.
+        seed: of the order in which documents are packed.
+        buffer_size: documents of a stream that are packed together.
+
+    Raises:
+        ConfigError: an argument is none of these, or the samples have no "input_ids".
+    """
+    if packing_strategy not in STRATEGIES:
+        raise ConfigError(f"packing_strategy={packing_strategy!r} is none of {', '.join(STRATEGIES)}; choose one")
+    for name, value in (("max_length", max_length), ("buffer_size", buffer_size)):
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} was given to packing, which needs an integer of 1 or more")
+    if isinstance(dataset, IterableDataset):
+        return PackedStream(dataset, max_length, packing_strategy, seed, buffer_size)
+    return PackedDataset(dataset, max_length, packing_strategy, seed, lengths)
+
+
+class PackedDataset(Dataset[Any]):
+    """Packed rows of a map-style set, made by `pack_dataset`: lists of its documents, or of pieces of them.
+
+    Attributes:
+        dataset: the documents.
+        num_tokens: tokens in all rows.
+    """
+
+    def __init__(
+        self, dataset: Any, max_length: int, packing_strategy: str, seed: int, lengths: Sequence[int] | None
+    ) -> None:
+        self.dataset = dataset
+        self.max_length = max_length
+        found = _lengths_of(dataset) if lengths is None else list(lengths)
+        if len(found) != len(dataset):
+            raise ConfigError(f"{len(found)} lengths were given for {len(dataset)} documents; give one for each")
+        longer = sum(length > max_length for length in found)
+        if longer and packing_strategy == "bfd":
+            logger.warning(
+                f"{longer} of {len(found)} documents are longer than max_length={max_length}, and their ends are left "
+                "out; packing_strategy='bfd_split' keeps them as documents of their own"
+            )
+        order = ((index, found[index]) for index in permutation(len(found), seed, 0).tolist())
+        rows = list(pack_documents(order, max_length, packing_strategy, seed))
+        self._pieces = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64).view(-1, 3)
+        self._ends = torch.tensor([0, *map(len, rows)]).cumsum(0)
+        self.num_tokens = int((self._pieces[:, 2] - self._pieces[:, 1]).sum())
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> list[Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[list[Any]]:
+        """Return rows, whose documents are read in one call where the data set has one for it."""
+        if indices and not -len(self) <= min(indices) <= max(indices) < len(self):
+            raise IndexError(f"row {max(indices)} of {len(self)} packed rows")
+        bounds = [(int(self._ends[index % len(self)]), int(self._ends[index % len(self) + 1])) for index in indices]
+        pieces = [self._pieces[begin:end].tolist() for begin, end in bounds]
+        wanted = [index for row in pieces for index, _, _ in row]
+        read_all = getattr(self.dataset, "__getitems__", None)
+        samples = iter(read_all(wanted) if read_all else [self.dataset[index] for index in wanted])
+        return [[_cut(next(samples), begin, end) for _, begin, end in row] for row in pieces]
+
+
+class PackedStream(IterableDataset[Any]):
+    """Packed rows of a stream, made by `pack_dataset`; each reader packs what it reads.
+
+    Attributes:
+        dataset: the documents.
+    """
+
+    def __init__(self, dataset: Any, max_length: int, packing_strategy: str, seed: int, buffer_size: int) -> None:
+        self.dataset = dataset
+        self.max_length = max_length
+        self._options = packing_strategy, seed, buffer_size
+        self._num_longer = 0
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for row in pack_documents(self._documents(), self.max_length, *self._options):
+            yield [_cut(sample, begin, end) for sample, begin, end in row]
+
+    def _documents(self) -> Iterator[tuple[Any, int]]:
+        for sample in self.dataset:
+            length = _count_tokens(sample)
+            if length > self.max_length and self._options[0] == "bfd" and not self._num_longer:
+                self._num_longer = length
+                logger.warning(
+                    f"a document of {length} tokens is longer than max_length={self.max_length}: the ends of such are "
+                    "left out; packing_strategy='bfd_split' keeps them as documents of their own"
+                )
+            yield sample, length
+
+
+def _lengths_of(dataset: Any) -> list[int]:
+    """Return the number of tokens of each document, of tables without making Python objects of the tokens."""
+    if hasattr(dataset, "with_format") and "input_ids" in (getattr(dataset, "column_names", None) or ()):
+        tables = dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=_WINDOW)
+        chunks = (chunk for table in tables for chunk in table["input_ids"].chunks)
+        return [length for chunk in chunks for length in chunk.value_lengths().to_pylist()]
+    return [_count_tokens(dataset[index]) for index in range(len(dataset))]
+
+
+def _count_tokens(sample: Any) -> int:
+    if not isinstance(sample, Mapping) or "input_ids" not in sample:
+        found = f"columns {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else type(sample).__name__
+        raise ConfigError(
+            f"a sample to be packed has {found}, and packing counts the tokens in its 'input_ids'; tokenize the data "
+            "set first"
+        )
+    return len(sample["input_ids"])
+
+
+def _cut(sample: Any, begin: int, end: int) -> Any:
+    length = len(sample["input_ids"])
+    if not begin and end >= length:
+        return sample
+    return {name: value[begin:end] if _is_by_token(value, length) else value for name, value in sample.items()}
+
+
+def _is_by_token(value: Any, length: int) -> bool:
+    return hasattr(value, "__len__") and not isinstance(value, (str, bytes)) and len(value) == length
+
+
+# --- the batch --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class PackingCollator:
+    """Makes batches of packed rows, or of plain samples, for models that predict the next token.
+
+    A batch has "input_ids", "labels" (those of the samples, else the tokens) and "position_ids", (B, L), int64, and
+    what else the samples have for each token. The labels of first tokens, and of what fills short rows up, are -100.
+    It has no attention mask, by which transformers would take each row for one document, and `use_cache=False`: with a
+    cache it does not look for documents (5.23, masking_utils.py:876).
+    """
+
+    pad_token_id: int = 0
+    padding_free: bool = False
+    """Put the documents of a batch into one row (1, total), without padding: as flash attention wants them."""
+    return_flash_attn_kwargs: bool = False
+    """With `padding_free`: add `cu_seq_lens_q`, `cu_seq_lens_k` (int32) and `max_length_q`, `max_length_k`, which flash
+    attention would work out of the positions in each layer."""
+    pad_to_multiple_of: int | None = None
+    columns: Sequence[str] | None = None
+    """Columns of a sample to read; None reads all."""
+    collate_document: Callable[[list[Any]], Any] | None = None
+    """A collate function of your own, called with each document alone; its padding is taken off."""
+
+    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """Return the batch of packed rows, or of samples, which are rows of one document."""
+        documents = [[self._read(each) for each in (row if isinstance(row, list) else [row])] for row in rows]
+        if self.padding_free:
+            documents = [list(chain.from_iterable(documents))]
+        lengths = [[len(document["input_ids"]) for document in row] for row in documents]
+        width = max(map(sum, lengths))
+        width += -width % (self.pad_to_multiple_of or 1)
+        batch: dict[str, Any] = {}
+        for name in documents[0][0]:
+            fill = {"input_ids": self.pad_token_id, "labels": -100}.get(name, 0)
+            batch[name] = torch.stack([_join([document[name] for document in row], width, fill) for row in documents])
+        # What fills a row up is a document as well: it sees itself, and nobody sees it.
+        sizes = torch.tensor([n for row in lengths for n in (*row, width - sum(row)) if n])
+        ends = sizes.cumsum(0)
+        starts = ends - sizes
+        batch["labels"].view(-1)[starts] = -100
+        positions = torch.arange(len(documents) * width) - starts.repeat_interleave(sizes)
+        batch |= {"position_ids": positions.view(-1, width), "use_cache": False}
+        if self.padding_free and self.return_flash_attn_kwargs:
+            bounds, longest = nn.functional.pad(ends, (1, 0)).int(), int(sizes.max())
+            batch |= {f"cu_seq_lens_{side}": bounds for side in "qk"} | {f"max_length_{side}": longest for side in "qk"}
+        return batch
+
+    def _read(self, sample: Any) -> dict[str, Any]:
+        """Return the columns of a document that have a value for each token."""
+        if isinstance(sample, Mapping):  # concatenated tables have None where one of them lacks a column
+            names = sample if self.columns is None else self.columns
+            sample = {name: value for name, value in sample.items() if name in names and value is not None}
+        if self.collate_document is not None:
+            sample = {name: value[0] for name, value in self.collate_document([sample]).items()}
+        length = _count_tokens(sample)
+        others = sorted(name for name, value in sample.items() if not _is_by_token(value, length))
+        if others:
+            raise ConfigError(
+                f"a document of {length} tokens has {', '.join(others)} without a value for each token, which cannot "
+                "be packed; remove those columns"
+            )
+        document = {name: value for name, value in sample.items() if name != "attention_mask"}
+        if not _is_all_true(mask := sample.get("attention_mask", ())):
+            if self.collate_document is None:
+                raise ConfigError(
+                    f"a document of {length} tokens has padding, by its attention_mask, and packing is to do without; "
+                    "tokenize with padding=False"
+                )
+            kept = torch.as_tensor(mask).bool()
+            document = {name: torch.as_tensor(value)[kept] for name, value in document.items()}
+        document.setdefault("labels", document["input_ids"])
+        return document
+
+
+def _is_all_true(mask: Any) -> bool:
+    return bool(mask.all()) if isinstance(mask, Tensor) else 0 not in mask
+
+
+def _join(values: list[Any], width: int, fill: int) -> Tensor:
+    if not isinstance(values[0], Tensor):
+        joined = torch.tensor(list(chain.from_iterable(values)))
+    else:
+        joined = torch.cat(values)
+    return nn.functional.pad(joined, (0, width - len(joined)), value=fill)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+_NUM_TOKENS = 5
+_WAY_OUT = "leave packing and padding_free out for it"
+
+
+def check_packing(model: nn.Module, collator: PackingCollator | None = None, *, device: Any = None) -> None:
+    """Refuse a model in which packed documents see each other, or have other positions than alone.
+
+    Two documents of five tokens are computed packed and alone, three forwards of it without gradients, dropout or a
+    trace in random streams. Every rank calls it where the forward is collective.
+
+    Args:
+        model: a causal language model, prepared or not.
+        collator: as batches are made; the default one for None.
+        device: of the inputs; that of the parameters for None.
+
+    Raises:
+        ConfigError: it takes no positions; or its documents are not what they are alone.
+    """
+    bare = _unwrapped(model)
+    name = type(bare).__name__.removeprefix("FSDP")
+    parameters = inspect.signature(bare.forward).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "position_ids" not in parameters and not takes_all:
+        raise ConfigError(
+            f"{name} takes no position_ids, by which packed documents are told apart; {_WAY_OUT}, or use a model that "
+            "does"
+        )
+    found = _compare(model, bare, collator or PackingCollator(), device)
+    if found is not None:
+        raise ConfigError(f"{name} cannot be trained on packed documents: {found}; {_WAY_OUT}")
+
+
+def check_prepared(models: Iterable[nn.Module], loaders: Iterable[Any], device: torch.device) -> None:
+    """Call `check_packing` for models that take tokens, where a loader beside them packs. Every rank calls it."""
+    packing = [loader.collate_fn for loader in loaders if isinstance(loader.collate_fn, PackingCollator)]
+    for model in models if packing else ():
+        if "input_ids" in inspect.signature(_unwrapped(model).forward).parameters:
+            check_packing(model, packing[0], device=device)
+
+
+def _unwrapped(model: nn.Module) -> Any:
+    bare: Any = model
+    while isinstance(getattr(bare, "module", None), nn.Module):
+        bare = bare.module
+    return bare
+
+
+def _compare(model: nn.Module, bare: Any, collator: PackingCollator, device: Any) -> str | None:
+    """Return in what packed documents differ from those alone; None where they do not."""
+    sizes = [module.num_embeddings for module in bare.modules() if isinstance(module, nn.Embedding)]
+    vocabulary = sizes[0] if sizes else 2
+    first, other, second = ([(start + 7 * token) % vocabulary for token in range(_NUM_TOKENS)] for start in (3, 5, 11))
+    device = next(bare.parameters()).device if device is None else device
+
+    def logits_of(rows: list[list[list[int]]]) -> Tensor:
+        plain = PackingCollator(
+            padding_free=collator.padding_free, return_flash_attn_kwargs=collator.return_flash_attn_kwargs
+        )
+        batch = plain([[{"input_ids": document} for document in row] for row in rows])
+        del batch["labels"]
+        output = model(**send_to_device(batch, device))
+        logits: Tensor = output["logits"] if isinstance(output, Mapping) else output[0]
+        return logits.float().view(len(rows), -1, logits.shape[-1])
+
+    with _asking(model):
+        packed = logits_of([[first, second], [other, second]])
+        alone = logits_of([[second], [second]])[0]
+        joined = logits_of([[first + second], [other + second]])
+    behind = slice(_NUM_TOKENS, None)
+    # What another context makes of the second document, and what kernels make of the same first one.
+    change = (joined[0, behind] - joined[1, behind]).norm()
+    noise = 16 * (joined[0, :_NUM_TOKENS] - packed[0, :_NUM_TOKENS]).norm().clamp(max=1e-3 * alone.norm())
+    # Attention gives 0 to what it does not see, to the bit; experts, whose groups change, differ by 1e-7 of the logits.
+    # Fresh convolutions (LFM2) give 1e-4 to the document before, fresh state spaces (Jamba) 1e-3, in fp32.
+    is_fp32 = all(parameter.dtype.itemsize >= 4 for parameter in bare.parameters())
+    if (packed[0, behind] - packed[1, behind]).norm() > noise + (1e-5 if is_fp32 else 1e-3) * alone.norm():
+        return "what it computes of a document depends on the one before it in the row"
+    if (packed[0, behind] - alone).norm() > noise + 0.1 * change:
+        return "what it computes of a document depends on where it is in the row"
+    return None
+
+
+@contextmanager
+def _asking(model: nn.Module) -> Iterator[None]:
+    """Context of forwards in evaluation mode, without gradients or a trace."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), KeptStreams(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        torch.clear_autocast_cache()

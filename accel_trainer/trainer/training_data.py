@@ -1,0 +1,116 @@
+"""Training data of a Trainer: packed rows with their collator, and whether a model can be given those."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from transformers import DataCollatorWithPadding, default_data_collator
+from transformers.trainer_utils import has_length
+
+from accel_trainer.data.packing import (
+    STRATEGIES,
+    PackedDataset,
+    PackedStream,
+    PackingCollator,
+    check_packing,
+    pack_dataset,
+)
+from accel_trainer.errors import ConfigError
+from accel_trainer.trainer.arguments.training_arguments import TrainingArguments
+
+if TYPE_CHECKING:
+    from accel_trainer import Trainer
+
+
+def asks_for_packing(args: TrainingArguments) -> bool:
+    """Whether batches are packed, or freed of padding, here; not by a library whose arguments have fields of that name.
+
+    `trl.SFTConfig` has: its Trainer packs the data by itself.
+    """
+    own = (args.packing or args.padding_free) and not any(
+        "packing" in getattr(base, "__dataclass_fields__", {}) and not issubclass(base, TrainingArguments)
+        for base in type(args).__mro__
+    )
+    return bool(own)
+
+
+def check_packing_arguments(trainer: Trainer) -> None:
+    """Refuse options by which packed batches could not be made or trained on. Not collective."""
+    args, config = trainer.args, trainer.accelerator.config
+    if not asks_for_packing(args):
+        return
+    asked = "packing=True" if args.packing else "padding_free=True"
+    reason = None
+    if args.packing and args.packing_strategy not in STRATEGIES:
+        reason = f"packing_strategy={args.packing_strategy!r} is none of {', '.join(STRATEGIES)}; choose one"
+    elif args.packing and (not isinstance(args.max_length, int) or args.max_length < 1):
+        reason = f"max_length={args.max_length!r} is no length of a row; give the number of tokens"
+    elif args.packing and str(args.train_sampling_strategy) not in ("random", "sequential"):
+        reason = f"train_sampling_strategy={args.train_sampling_strategy!r} groups samples, and rows are all as long; "
+        reason += "leave it out"
+    elif not trainer._loss_shifts_labels:
+        reason = (
+            f"{type(trainer.model).__name__} is no causal language model, whose labels are the next tokens, or has "
+        )
+        reason += "virtual ones before them; leave it out"
+    elif config.parallel.cp_size > 1:
+        reason = f"cp_size={config.parallel.cp_size} is ring attention, which is causal SDPA to all tokens of a row; "
+        reason += "use sp_size, which takes packed rows"
+    if reason is not None:
+        raise ConfigError(f"{asked}: {reason}")
+
+
+def _data_seed(args: TrainingArguments) -> int:
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def packed_for_training(trainer: Trainer, dataset: Any) -> tuple[Any, Any]:
+    """Return the training set with the collator for it, as they are where nothing is packed. Not collective."""
+    args = trainer.args
+    if not asks_for_packing(args):
+        return dataset, trainer.data_collator
+    columns = None
+    if hasattr(dataset, "remove_columns") and has_length(dataset):
+        dataset = trainer._remove_unused_columns(dataset, description="Training")
+    elif args.remove_unused_columns:
+        trainer._set_signature_columns_if_needed()
+        columns = trainer._signature_columns
+    if args.packing and not isinstance(dataset, (PackedDataset, PackedStream)):
+        dataset = pack_dataset(dataset, args.max_length or 0, args.packing_strategy, seed=_data_seed(args))
+    return dataset, packing_collator(trainer, columns)
+
+
+def packing_collator(trainer: Trainer, columns: Any = None) -> Any:
+    """Return the collator of packed batches: the user's own, or one that calls the user's for each document.
+
+    Documents are put into one row where the model's attention tells them apart in one alone, as flash attention does.
+    """
+    given, args = trainer.data_collator, trainer.args
+    if isinstance(given, PackingCollator):
+        return given
+    attention = str(getattr(getattr(trainer.model, "config", None), "_attn_implementation", None))
+    has_kernels = "flash" in attention and trainer.accelerator.config.parallel.sequence_size == 1
+    # Those that a Trainer takes by itself only pad.
+    is_default = given is default_data_collator or type(given) is DataCollatorWithPadding
+    if not is_default and getattr(given, "pad_to_multiple_of", None):
+        given = copy.copy(given)
+        given.pad_to_multiple_of = None
+    return PackingCollator(
+        pad_token_id=getattr(trainer.processing_class, "pad_token_id", None) or 0,
+        padding_free=args.padding_free or "flash" in attention,
+        return_flash_attn_kwargs=has_kernels,
+        pad_to_multiple_of=args.pad_batches_to_multiple_of,
+        columns=columns,
+        collate_document=None if is_default else given,
+    )
+
+
+def check_packed_model(trainer: Trainer, model: Any, train_dataloader: Any) -> None:
+    """Refuse a prepared model that does not tell packed documents apart, before its first batch. Collective."""
+    collator: Any = getattr(train_dataloader, "collate_fn", None)
+    while not isinstance(collator, PackingCollator) and hasattr(collator, "data_collator"):
+        collator = collator.data_collator  # transformers' RemoveColumnsCollator
+    if isinstance(collator, PackingCollator):
+        with trainer.compute_loss_context_manager():
+            check_packing(model, collator, device=trainer.args.device)
