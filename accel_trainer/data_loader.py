@@ -17,6 +17,7 @@ from accel_trainer.accelerator.own_loaders import (
     prepare_data_loader,
 )
 from accel_trainer.data.loader import PreparedDataLoader, skip_first_batches
+from accel_trainer.data.mixture import load_mixture, mix_datasets
 from accel_trainer.data.packing import PackingCollator, check_packing, pack_dataset
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
 from accel_trainer.unsupported import explain_missing
@@ -24,8 +25,8 @@ from accel_trainer.unsupported import explain_missing
 __all__ = [
     "BatchSamplerShard", "DataLoaderAdapter", "DataLoaderDispatcher", "DataLoaderShard", "DataLoaderStateMixin",
     "IterableDatasetShard", "PackingCollator", "PreparedDataLoader", "SeedableRandomSampler", "ShardedBatchSampler",
-    "SkipBatchSampler", "SkipDataLoader", "check_packing", "get_sampler", "pack_dataset", "prepare_data_loader",
-    "skip_first_batches",
+    "SkipBatchSampler", "SkipDataLoader", "check_packing", "get_sampler", "load_mixture", "mix_datasets",
+    "pack_dataset", "prepare_data_loader", "skip_first_batches",
 ]  # fmt: skip
 
 

@@ -68,7 +68,12 @@ from accel_trainer.trainer.preparation import (
 from accel_trainer.trainer.run_clock import RunClock
 from accel_trainer.trainer.search import BatchSizeSearch, search_with_optuna
 from accel_trainer.trainer.signals import flags_of, share_metrics
-from accel_trainer.trainer.training_data import check_packed_model, check_packing_arguments, packed_for_training
+from accel_trainer.trainer.training_data import (
+    check_packed_model,
+    check_packing_arguments,
+    mixed_training_data,
+    packed_for_training,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,6 +185,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
                 self._loss_shifts_labels = False
             elif predicts_next_token(self.model):
                 self._loss_shifts_labels = True
+            self.train_dataset = mixed_training_data(self)
             check_packing_arguments(self)
             if self.label_smoother is not None:
                 factor = args.label_smoothing_factor

@@ -1,4 +1,4 @@
-"""Training data of a Trainer: packed rows with their collator, and whether a model can be given those."""
+"""Training data of a Trainer: mixtures, packed rows with their collator, and whether a model can be given those."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import DataCollatorWithPadding, default_data_collator
 from transformers.trainer_utils import has_length
 
+from accel_trainer.data.mixture import mix_datasets, read_mixture
 from accel_trainer.data.packing import (
     STRATEGIES,
     PackedDataset,
@@ -59,6 +60,33 @@ def check_packing_arguments(trainer: Trainer) -> None:
         reason += "use sp_size, which takes packed rows"
     if reason is not None:
         raise ConfigError(f"{asked}: {reason}")
+
+
+def mixed_training_data(trainer: Trainer) -> Any:
+    """Return the training set that was given, or the mixture that the arguments describe. Collective."""
+    args, given = trainer.args, trainer.train_dataset
+    if args.dataset_mixture is None:
+        return given
+    if given is not None:
+        raise ConfigError(
+            f"dataset_mixture describes the training data, and a train_dataset ({type(given).__name__}) was given as "
+            "well; leave one of them out"
+        )
+    update = (
+        args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.readers.world_size
+    )
+    options: dict[str, Any] = {"seed": _data_seed(args), "samples_per_update": update}
+    with args.main_process_first(desc="mixing the training data"):
+        mixture = read_mixture(args.dataset_mixture, trainer.processing_class)
+        if mixture.options.get("schedule"):
+            if str(args.train_sampling_strategy) != "sequential" or asks_for_packing(args) and args.packing:
+                raise ConfigError(
+                    "the schedule of dataset_mixture is an order of the samples, which shuffling and packing change; "
+                    "set train_sampling_strategy='sequential' and packing=False"
+                )
+            if args.max_steps > 0:
+                options["num_samples"] = args.max_steps * update
+        return mix_datasets(mixture.sets, mixture.weights, **{**options, **mixture.options})
 
 
 def _data_seed(args: TrainingArguments) -> int:

@@ -38,6 +38,11 @@ EXPECTED = {
         ["--epochs", "1", "--output_dtype", "kept"],
         r"logits torch\.bfloat16, weights torch\.float32, loss \d\.\d+, 0 updates skipped",
     ),
+    "mixture": (["--updates", "20"], r"epoch 0: 1?\d% small digits at first, [45]\d% then, last loss \d\.\d+"),
+    "packing": (
+        ["--epochs", "1"],
+        r"epoch 0: loss \d\.\d+ over \d+ targets\n.*\d+ documents in \d+ rows: 99\.\d% real tokens, padded \d\d\.\d%",
+    ),
     "profiling": ([], r"ProfilerStep\* (.*\n)+.*aten::"),
     "several_models": (["--epochs", "1"], r"epoch 0: discriminator \d\.\d+, generator \d\.\d+"),
     "several_optimizers": ([], r"accuracy 0\.[789]\d+"),

@@ -174,6 +174,10 @@ class TrainingArguments(transformers.TrainingArguments):
         "Length that the data collator pads batches to a multiple of. That of the longest row gives every batch one "
         "shape, as TPUs want.",
     )
+    dataset_mixture: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Training data of several data sets by weights: a mapping, or a file that is one."},
+    )
     packing: bool = _argument(
         False,
         "Whether to train on rows of max_length tokens, of several documents that see nothing of each other.",

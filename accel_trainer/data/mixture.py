@@ -1,0 +1,301 @@
+"""Mixtures: samples of several data sets, drawn with weights that may change over the updates of a run.
+
+What sample i of a mixture is depends on the seed and on i alone: ranks, workers and batch sizes change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
+
+from accel_trainer.config.config_source import ConfigSource, load_document
+from accel_trainer.data.plan import mix_seed, permutation
+from accel_trainer.errors import ConfigError, did_you_mean
+
+STOPPING_STRATEGIES = ("first_exhausted", "all_exhausted")
+
+_AT_ONCE = 65_536
+_KEYS = (
+    "datasets", "streaming", "temperature", "schedule", "samples_per_update", "stopping_strategy", "num_samples",
+    "seed",
+)  # fmt: skip
+_OF_DATASET = ("path", "name", "data_dir", "data_files", "split", "columns", "weight")
+
+
+class MixturePlan(NamedTuple):
+    """Which sample of which data set each sample of a mixture is."""
+
+    sources: np.ndarray
+    """Index of the data set, int64 (samples,)."""
+    rows: np.ndarray
+    """Index in that data set, int64 (samples,)."""
+
+
+def mix_datasets(
+    datasets: Sequence[Any],
+    weights: Sequence[float] | None = None,
+    *,
+    temperature: float = 1.0,
+    schedule: Mapping[int, Sequence[float]] | None = None,
+    samples_per_update: int = 1,
+    stopping_strategy: str = "first_exhausted",
+    num_samples: int | None = None,
+    seed: int = 0,
+) -> Any:
+    """Return the mixture of several data sets: of `datasets` where all of them are, else torch's `Subset`.
+
+    The samples of each are shuffled, anew whenever it starts over. Ranks do not communicate.
+
+    Args:
+        weights: of the data sets in their order, of any sum; None takes their sizes.
+        temperature: weights count by their power of 1 / temperature: above 1 small sets are drawn more often.
+        schedule: weights by the update from which on they hold, in the place of `weights`, which hold before the
+            first. The order of the mixture has to stay: read it without shuffling.
+        samples_per_update: of the schedule: micro-batch x accumulation x ranks.
+        stopping_strategy: "first_exhausted" ends with the last sample of the first set that has no more,
+            "all_exhausted" when each has been read at least once; sets that have no more start over.
+        num_samples: exactly so many, whatever runs out.
+
+    Raises:
+        ConfigError: weights or options are none, or streams are mixed with what they cannot have: a schedule, or sets
+            that are no streams of `datasets`.
+    """
+    sets = list(datasets)
+    if stopping_strategy not in STOPPING_STRATEGIES:
+        raise ConfigError(f"stopping_strategy={stopping_strategy!r} is none of {', '.join(STOPPING_STRATEGIES)}")
+    if not sets:
+        raise ConfigError("a mixture of 0 data sets was asked for; give one or more")
+    if any(isinstance(each, IterableDataset) for each in sets):
+        if schedule or num_samples is not None:
+            raise ConfigError(
+                "a mixture of streams has no schedule and no num_samples: they are drawn as they come; leave these "
+                "out, or load the data sets without streaming"
+            )
+        return _interleave(sets, weights, temperature, stopping_strategy, seed)
+    plan = plan_mixture(
+        list(map(len, sets)), weights, temperature, schedule, samples_per_update, stopping_strategy, num_samples, seed
+    )
+    offsets = np.cumsum([0, *map(len, sets[:-1])])
+    chosen = offsets[plan.sources] + plan.rows
+    if all(hasattr(each, "select") and hasattr(each, "column_names") for each in sets):
+        from datasets import concatenate_datasets
+
+        return concatenate_datasets(sets).select(chosen)
+    return Subset(ConcatDataset(sets), chosen.tolist())
+
+
+def _interleave(sets: list[Any], weights: Any, temperature: float, stopping_strategy: str, seed: int) -> Any:
+    from datasets import IterableDataset as Stream
+    from datasets import interleave_datasets
+
+    others = [type(each).__name__ for each in sets if not isinstance(each, Stream)]
+    if others:
+        raise ConfigError(
+            f"a mixture of streams has {', '.join(others)} in it, and takes streams of `datasets` alone; make one of "
+            "it with datasets.IterableDataset.from_generator, or load all without streaming"
+        )
+    shares = _shares([1.0] * len(sets) if weights is None else weights, len(sets), temperature)
+    return interleave_datasets(sets, shares.tolist(), seed=seed, stopping_strategy=stopping_strategy)
+
+
+def plan_mixture(
+    sizes: Sequence[int],
+    weights: Sequence[float] | None = None,
+    temperature: float = 1.0,
+    schedule: Mapping[int, Sequence[float]] | None = None,
+    samples_per_update: int = 1,
+    stopping_strategy: str = "first_exhausted",
+    num_samples: int | None = None,
+    seed: int = 0,
+) -> MixturePlan:
+    """Return the samples of a mixture of map-style sets of some sizes; the arguments are those of `mix_datasets`."""
+    phases = {0: sizes if weights is None else weights}
+    phases |= {int(update): each for update, each in (schedule or {}).items()}
+    begins = np.array(sorted(phases)) * samples_per_update
+    shares = [_shares(phases[update], len(sizes), temperature) for update in sorted(phases)]
+    if min(begins) < 0 or 0 in sizes:
+        raise ConfigError(
+            f"a mixture of data sets of {', '.join(map(str, sizes))} samples was asked for, with weights from the "
+            f"updates {', '.join(map(str, sorted(phases)))} on; each needs a sample, and updates begin at 0"
+        )
+    _check_end(shares, stopping_strategy, num_samples)
+    sources = _draw(sizes, begins, shares, stopping_strategy, num_samples, seed)
+    rows = np.empty(len(sources), dtype=np.int64)
+    for index, size in enumerate(sizes):
+        places = np.flatnonzero(sources == index)
+        passes = range(-(-len(places) // size))
+        orders = [permutation(size, mix_seed(seed, index, number), 0).numpy() for number in passes]
+        if orders:
+            rows[places] = np.concatenate(orders)[: len(places)]
+    return MixturePlan(sources, rows)
+
+
+def _shares(weights: Sequence[float], count: int, temperature: float) -> np.ndarray:
+    """Return weights as probabilities."""
+    values = np.array([float(weight) for weight in weights])
+    if len(values) != count or not np.isfinite(values).all() or (values < 0).any() or not values.any():
+        raise ConfigError(
+            f"weights {list(weights)} were given for {count} data sets; give each a number from 0 on, and one above 0"
+        )
+    if not temperature > 0:
+        raise ConfigError(f"temperature={temperature!r} was given for the weights of a mixture; use a number above 0")
+    powers = np.where(values > 0, (values / values.max()) ** (1 / temperature), 0.0)
+    shares: np.ndarray = powers / powers.sum()
+    return shares
+
+
+def _check_end(shares: list[np.ndarray], stopping_strategy: str, num_samples: int | None) -> None:
+    never = np.flatnonzero((shares[-1] == 0) & (np.sum(shares, axis=0) > 0))
+    if stopping_strategy == "all_exhausted" and num_samples is None and len(never):
+        raise ConfigError(
+            f"stopping_strategy='all_exhausted' waits for data set {never[0]}, whose weight is 0 at the end of the "
+            "schedule; use 'first_exhausted', or num_samples"
+        )
+
+
+def _draw(
+    sizes: Sequence[int],
+    begins: np.ndarray,
+    shares: list[np.ndarray],
+    stopping_strategy: str,
+    num_samples: int | None,
+    seed: int,
+) -> np.ndarray:
+    """Return the data set of each sample."""
+    limits = np.array(sizes, dtype=np.float64)
+    limits[np.sum(shares, axis=0) == 0] = np.inf if stopping_strategy == "first_exhausted" else 0
+    edges = np.cumsum(shares, axis=1)
+    edges[edges > 1 - 1e-12] = 1.0  # a set with weight 0 is not drawn for the rounding of the others
+    counts, drawn, total = np.zeros(len(sizes)), [], 0
+    for chunk in _uniform(seed):
+        places = np.arange(total, total + len(chunk))
+        phases = np.searchsorted(begins, places, side="right") - 1
+        sources = (chunk[:, None] >= edges[phases]).sum(1)
+        if num_samples is not None:
+            end = num_samples - total
+        else:
+            reached = counts + np.cumsum(sources[:, None] == np.arange(len(sizes)), axis=0) >= limits
+            done = reached.any(1) if stopping_strategy == "first_exhausted" else reached.all(1)
+            end = int(done.argmax()) + 1 if done.any() else len(chunk) + 1
+        drawn.append(sources[: max(end, 0)])
+        if end <= len(chunk):
+            break
+        counts += np.bincount(sources, minlength=len(sizes))
+        total += len(chunk)
+    return np.concatenate(drawn)
+
+
+def _uniform(seed: int) -> Iterator[np.ndarray]:
+    generator = np.random.Generator(np.random.PCG64(seed))
+    while True:
+        yield generator.random(_AT_ONCE)
+
+
+# --- from a configuration ---------------------------------------------------------------------------------------------
+
+
+class Mixture(NamedTuple):
+    """The data sets that a configuration mixes, tokenized, and the arguments of `mix_datasets`."""
+
+    sets: list[Any]
+    names: list[str]
+    weights: list[float] | None
+    options: dict[str, Any]
+
+
+def load_mixture(source: ConfigSource, tokenizer: Any = None, **defaults: Any) -> Any:
+    """Return the mixture that a configuration describes, tokenized where it has no tokens and there is a tokenizer.
+
+    Ranks do not communicate: let the main process go first, where files are downloaded or converted.
+
+    Args:
+        source: a mapping, or the path of a YAML or JSON file that is one or has it under "dataset_mixture": "datasets",
+            a list of mappings with "path" and, as `datasets.load_dataset` takes them, "name", "data_dir", "data_files"
+            and "split" ("train" by default), "columns" to keep and a "weight"; "streaming"; options of `mix_datasets`.
+        defaults: options of `mix_datasets` for what `config` leaves out.
+
+    Raises:
+        ConfigError: a key is unknown, or a data set is not there.
+    """
+    mixture = read_mixture(source, tokenizer)
+    return mix_datasets(mixture.sets, mixture.weights, **{**defaults, **mixture.options})
+
+
+def read_mixture(source: ConfigSource, tokenizer: Any = None) -> Mixture:
+    """Return the data sets of `load_mixture`, not mixed yet."""
+    given = source if isinstance(source, Mapping) else load_document(source).root.plain()
+    config: Any = given.get("dataset_mixture", given) if isinstance(given, Mapping) else given
+    _check_keys(config, _KEYS, "dataset_mixture")
+    entries = config.get("datasets") or ()
+    for number, entry in enumerate(entries):
+        _check_keys(entry, _OF_DATASET, f"dataset_mixture.datasets[{number}]")
+    weights = [entry.get("weight") for entry in entries]
+    if None in weights and any(weight is not None for weight in weights):
+        raise ConfigError(
+            f"dataset_mixture gives weights {weights} to its data sets; give one to each, or to none, which then count "
+            "by their sizes"
+        )
+    sets = [tokenized(_load(entry, bool(config.get("streaming"))), tokenizer) for entry in entries]
+    options = {name: value for name, value in config.items() if name not in ("datasets", "streaming")}
+    files = (entry.get("data_files") for entry in entries)
+    places = [file if isinstance(file, str) else entry["path"] for file, entry in zip(files, entries, strict=True)]
+    names = [str(entry.get("name") or Path(place).stem) for place, entry in zip(places, entries, strict=True)]
+    return Mixture(sets, names, None if None in weights else weights, options)
+
+
+def _check_keys(given: Any, known: Sequence[str], where: str) -> None:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where} is {given!r}; expected a mapping with {', '.join(known)}")
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"{where} holds the unknown key {name!r}{did_you_mean(name, known)} Keys: {', '.join(known)}"
+            )
+
+
+def _load(entry: Mapping[str, Any], streaming: bool) -> Any:
+    from datasets import load_dataset, load_from_disk
+
+    path, split = entry.get("path"), entry.get("split", "train")
+    if path is None:
+        raise ConfigError(f"a data set of dataset_mixture has {', '.join(entry) or 'no keys'}, and no path; give one")
+    files = {name: entry[name] for name in ("name", "data_dir", "data_files") if name in entry}
+    if Path(path, "state.json").is_file() or Path(path, "dataset_dict.json").is_file():
+        loaded = load_from_disk(path)
+        loaded = loaded[split] if isinstance(loaded, dict) else loaded
+    else:
+        loaded = load_dataset(path, split=split, streaming=streaming, **files)
+    return loaded.select_columns(list(entry["columns"])) if entry.get("columns") else loaded
+
+
+def tokenized(dataset: Any, tokenizer: Any) -> Any:
+    """Return a data set with the tokens of its "messages" (by the chat template) or "text"; as it is with "input_ids".
+
+    What the chat template marks as the assistant's counts as labels; without such marks, and of text, all tokens do.
+    Text ends with the tokenizer's end of a sequence.
+    """
+    columns = dataset.column_names or ()
+    column = next((name for name in ("messages", "text") if name in columns), None)
+    if "input_ids" in columns or tokenizer is None or column is None:
+        return dataset
+    tokens = partial(_tokens_of_chat if column == "messages" else _tokens_of_text, tokenizer)
+    return dataset.map(lambda sample: tokens(sample[column]), remove_columns=columns)
+
+
+def _tokens_of_chat(tokenizer: Any, messages: Any) -> dict[str, list[int]]:
+    is_marked = "generation" in (tokenizer.chat_template or "")
+    made = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=is_marked)
+    ids = made["input_ids"]
+    counts = made["assistant_masks"] if is_marked else [1] * len(ids)
+    return {"input_ids": ids, "labels": [token if count else -100 for token, count in zip(ids, counts, strict=True)]}
+
+
+def _tokens_of_text(tokenizer: Any, text: str) -> dict[str, list[int]]:
+    ids, end = tokenizer(text)["input_ids"], tokenizer.eos_token_id
+    ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
+    return {"input_ids": ids}

@@ -1,0 +1,72 @@
+"""A Trainer whose training data is a mixture that its arguments describe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from accel_trainer import Trainer
+from accel_trainer.data_loader import mix_datasets
+from accel_trainer.errors import ConfigError
+from tests.trainer_jobs import arguments, build_model
+
+
+def write_sets(folder: Path) -> list[datasets.Dataset]:
+    sets = [datasets.Dataset.from_dict({"input_ids": [[first, n] for n in range(20)]}) for first in (3, 4)]
+    for name, each in zip("ab", sets, strict=True):
+        each.save_to_disk(str(folder / name))
+    return sets
+
+
+def mixture(folder: Path, **options: Any) -> dict[str, Any]:
+    entries = [{"path": str(folder / name), "weight": weight} for name, weight in (("a", 3), ("b", 1))]
+    return {"datasets": entries, **options}
+
+
+def build(folder: Path, *, train_dataset: Any = None, **changes: Any) -> Any:
+    args = arguments(folder / "out", **{"padding_free": True, "seed": 7, **changes})
+    return Trainer(build_model("llama"), args, train_dataset=train_dataset)
+
+
+def first_tokens(trainer: Any) -> list[int]:
+    return [token for batch in trainer.get_train_dataloader() for token in batch["input_ids"][0, ::2].tolist()]
+
+
+def test_arguments_describe_the_training_data(tmp_path: Path):
+    sets = write_sets(tmp_path)
+    trainer = build(tmp_path, dataset_mixture=mixture(tmp_path))
+
+    assert list(trainer.train_dataset["input_ids"]) == list(mix_datasets(sets, [3, 1], seed=7)["input_ids"])
+    trainer.train()
+
+
+def test_a_schedule_counts_updates_of_the_run(tmp_path: Path):
+    write_sets(tmp_path)
+    described = mixture(tmp_path, schedule={2: [0, 1]})
+    described["datasets"][1]["weight"] = 0
+
+    trainer = build(
+        tmp_path, dataset_mixture=described, train_sampling_strategy="sequential", max_steps=4,
+        gradient_accumulation_steps=3,
+    )  # fmt: skip
+
+    # Updates of 3 micro-batches of 4 samples.
+    assert first_tokens(trainer) == [3] * 24 + [4] * 24
+
+
+@pytest.mark.parametrize("changes", [{}, {"train_sampling_strategy": "sequential", "packing": True}])
+def test_a_schedule_in_another_order_is_refused(changes: dict[str, Any], tmp_path: Path):
+    write_sets(tmp_path)
+    with pytest.raises(
+        ConfigError, match="the schedule of dataset_mixture is an order of the samples, which shuffling"
+    ):
+        build(tmp_path, dataset_mixture=mixture(tmp_path, schedule={2: [0, 1]}), **changes)
+
+
+def test_two_kinds_of_training_data_are_refused(tmp_path: Path):
+    sets = write_sets(tmp_path)
+    with pytest.raises(ConfigError, match=r"and a train_dataset \(Dataset\) was given as well; leave one of them out"):
+        build(tmp_path, dataset_mixture=mixture(tmp_path), train_dataset=sets[0])
