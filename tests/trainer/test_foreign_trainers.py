@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +162,23 @@ def test_a_class_of_ours_named_before_that_of_the_library_is_refused():
         type("Wrong", (Trainer, ScaledTrainer), {})
     with pytest.raises(ConfigError, match=r"adam_beta1, __post_init__ would come before its own; name it first"):
         type("Wrong", (TrainingArguments, ScaledConfig), {})
+
+
+OWN_FIELDS = """
+@dataclass
+class Config(transformers.TrainingArguments):
+    adam_beta1: float = 0.7
+
+@dataclass
+class Own(TrainingArguments, Config):
+    adam_beta1: float = 0.6
+    later: {} = None
+"""
+
+
+def test_a_field_that_the_class_sets_itself_is_not_lost():
+    """As in a script without `from __future__ import annotations`: from Python 3.14 on these are computed later."""
+    source = OWN_FIELDS.format("Later" if sys.version_info >= (3, 14) else "'Later'")
+    names = {**globals()}
+    exec(compile(source, "own.py", "exec", dont_inherit=True), names)
+    assert {item.name: item.default for item in fields(names["Own"])}["adam_beta1"] == 0.6

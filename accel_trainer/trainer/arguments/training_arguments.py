@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
@@ -89,6 +91,15 @@ _ARGUMENT_NAMES = {
 def _defaults(arguments: type) -> dict[str, Any]:
     """Return the default of each field, or its factory."""
     return {item.name: (item.default, item.default_factory) for item in fields(arguments)}
+
+
+def _annotated(cls: type) -> set[str]:
+    """Return the names that the class itself annotates, which are those of its own fields."""
+    if sys.version_info < (3, 14):
+        return set(inspect.get_annotations(cls))
+    import annotationlib  # a class body of 3.14 has a function in their place, which fails where a name comes later
+
+    return set(annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF))
 
 
 def _argument(default: Any, help_text: str) -> Any:
@@ -212,7 +223,7 @@ class TrainingArguments(transformers.TrainingArguments):
         """Refuse a dataclass in which defaults here would replace those of another library's arguments."""
         super().__init_subclass__(**kwargs)
         usual = _defaults(transformers.TrainingArguments)
-        redefined = set(vars(cls).get("__annotations__", {}))
+        redefined = _annotated(cls)
         for base in cls.__mro__[cls.__mro__.index(TrainingArguments) + 1 :]:
             if base in TrainingArguments.__mro__ or not issubclass(base, transformers.TrainingArguments):
                 continue
