@@ -10,7 +10,7 @@ import gc
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, reduce
@@ -63,7 +63,9 @@ PRIVATE_NAMES = {
     **{f"torch._foreach_{name}_": _FOREACH for name in ("add", "clamp_max", "clamp_min", "copy", "mul", "zero")},
     "torch._foreach_norm": f"{_REFUSED}: norms of gradients are computed by one kernel for all",
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "torch.compile(model) is taken for a model of the user",
+    "torch.Tensor._backward_hooks": f"{_REFUSED}: hooks of parameters that FSDP2 would lose are refused",
     "torch.Tensor._make_subclass": _REFUSED,
+    "torch.Tensor._post_accumulate_grad_hooks": f"{_REFUSED}: likewise",
     "torch._C._distributed_c10d._dump_fr_trace_json": "reports of hangs do not name each rank's last collective",
     "torch.amp.GradScaler._per_optimizer_states": f"{_REFUSED}: fp16 asks it whether an optimizer's step was skipped",
     "torch._subclasses.fake_tensor.FakeTensor": "layouts with ep_size are not planned",
@@ -71,6 +73,9 @@ PRIVATE_NAMES = {
     "torch.autograd.Variable._execution_engine": f"{_REFUSED}: FSDP2's unsharded gradients are averaged after backward",
     "torch.distributed.Reducer._reset_state": (
         "a model whose backward has failed cannot be trained again while its DDP wrapper is held: DDP raises"
+    ),
+    "torch.distributed.Reducer._check_reducer_finalized": (
+        "an update of DDP whose backward left parameters out is applied, and the next forward raises torch's error"
     ),
     "torch.distributed.ProcessGroup._device_types": _REFUSED,
     "torch.distributed.ProcessGroup._get_backend": _REFUSED,
@@ -93,6 +98,9 @@ PRIVATE_NAMES = {
         }.items()
     },
     f"{_AGENT}._remaining_restarts": (f"{_REFUSED}: jobs on several ranks, by `accel-trainer launch`"),
+    "torch.distributed.fsdp._common_utils.collect_grad_tensors": (
+        "dataclasses that a model of FSDP2 returns are refused; releases without it do not look into them"
+    ),
     "torch.distributed.nn.functional.all_reduce.__defaults__": "nothing to forget: no function holds the group",
     "torch.distributed.tensor.DTensor._spec": "DTensor.from_local() derives the layout again, in ten times the time",
     "torch.distributed.tensor._collective_utils.MeshTopoInfo.build_from_mesh": _NOT_CLEARED,
@@ -189,6 +197,9 @@ foreach_norm = _bind("torch", "_foreach_norm")
 foreach_zero_ = _bind("torch", "_foreach_zero_")
 queue_callback = _bind("torch.autograd", "Variable._execution_engine.queue_callback")
 """Have a function called when the backward pass that is running has ended."""
+_collect_grad_tensors = getattr(
+    importlib.import_module("torch.distributed.fsdp._common_utils"), "collect_grad_tensors", None
+)
 tree_leaves = _bind("torch.utils._pytree", "tree_leaves")
 default_group: Callable[[], dist.ProcessGroup] = _bind("torch.distributed.distributed_c10d", "_get_default_group")
 """The group of all ranks of the job."""
@@ -346,6 +357,17 @@ def abandon_exchange(replicas: nn.parallel.DistributedDataParallel) -> None:
         reset()
 
 
+def is_exchange_open(replicas: nn.parallel.DistributedDataParallel) -> bool:
+    """Whether a DDP wrapper still waits for gradients, when the backward is over: parameters took no part in it."""
+    check = _find(replicas.reducer, "torch.distributed.Reducer._check_reducer_finalized")
+    try:
+        if check is not None:
+            check()
+    except RuntimeError:
+        return True
+    return False
+
+
 def join_fake_group(rank: int, world_size: int) -> None:
     """Join a job as one of ranks that do not exist: collectives return at once, and move nothing. Not collective."""
     store = _bind("torch.testing._internal.distributed.fake_pg", "FakeStore")()  # its module knows the backend
@@ -363,6 +385,17 @@ def fake_tensors() -> AbstractContextManager[Any]:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no values, as those that operations give within `fake_tensors`."""
     return isinstance(tensor, getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ()))
+
+
+def leaves_seen_by_fsdp(output: Any) -> Sequence[Any]:
+    """Return what FSDP2 finds in a forward's output; it learns of the backward by these tensors."""
+    found: Sequence[Any] = (_collect_grad_tensors or tree_leaves)(output)
+    return found
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether functions are called with a tensor's gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.memory import groups_left_behind
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import abandon_exchange, exposed_exchange_seconds
+from accel_trainer.runtime.torch_private import abandon_exchange, exposed_exchange_seconds, is_exchange_open
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, StepOutcome, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
@@ -24,7 +26,7 @@ from accel_trainer.strategies.gradients import LossScale, has_any, leaves_of
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.optimizers import check_frozen
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
-from accel_trainer.strategies.single import NativeUnit, check_optimizers, prepare_module, require_values
+from accel_trainer.strategies.single import NativeUnit, check_optimizers, prepare_module, refuse_lazy, require_values
 
 
 class DDPUnit(NativeUnit):
@@ -41,11 +43,13 @@ class DDPUnit(NativeUnit):
         # that are averaged already is the same, so a window may exchange once more.
         self._must_sync = self._replicas is not None and self._replicas.static_graph
         self._has_exchanged = False
+        self._hooks: list[RemovableHandle] = []
         self._frozen = () if self._replicas is None else tuple(p for p in module.parameters() if not p.requires_grad)
         """Parameters that DDP averages no gradients of."""
         if self._replicas is not None:
             self.local_replicas = LocalReplicas(self._replicas, self.optimizers, is_asked_for=updates_locally)
             _outlive_reducer(self._replicas)
+            self._hooks = [self._replicas.register_forward_pre_hook(_note_call), *self._watch_gradients()]
 
     @section("backward")
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -67,7 +71,38 @@ class DDPUnit(NativeUnit):
                 )
             if kwargs.get("retain_graph") and self._replicas.require_backward_grad_sync:
                 self._note_exchange(self._replicas)
-        super().backward(loss, **kwargs)
+        try:
+            super().backward(loss, **kwargs)
+        except Exception:
+            # Whoever catches the error may go on with the next batch: DDP would wait for the rest of this one.
+            if self._replicas is not None:
+                abandon_exchange(self._replicas)
+            raise
+
+    def _watch_gradients(self) -> Iterator[RemovableHandle]:
+        """Hook a few parameters that are trained; refuse a backward of another forward than the wrapper's.
+
+        DDP exchanges what follows its own forward. Behind a call that goes past it, gradients would stay the rank's
+        own, without a word. A few parameters: such a call mostly leaves out the first layers or the last.
+        """
+        own, name = weakref.ref(self), type(self.module).__name__
+
+        def check(parameter: Tensor) -> None:
+            unit = own()
+            if unit is None or unit._replicas is None or not unit._replicas.require_backward_grad_sync:
+                return
+            unit._replicas.has_taken_backward = True  # type: ignore[assignment]
+            if not getattr(unit._replicas, "was_called", False):
+                raise ConfigError(
+                    f"a backward reached parameters of {name}, and the model that prepare() returned was not called "
+                    "since the last update: DDP averages no gradients of a call that goes past it (the model's own "
+                    "object, unwrap_model(model), or another method than forward). Call the prepared model, whose "
+                    "forward may call the other method, or use strategy 'fsdp2'"
+                )
+
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        for place in {0, len(trained) // 2, len(trained) - 1}:
+            yield trained[place].register_post_accumulate_grad_hook(check)
 
     def _note_exchange(self, replicas: DistributedDataParallel) -> None:
         """Remember, until the next forward, that a backward has exchanged gradients and left its graph."""
@@ -108,6 +143,7 @@ class DDPUnit(NativeUnit):
             )
         before = replicas.require_backward_grad_sync
         replicas.require_backward_grad_sync = True
+        _note_call(replicas)
         # As DDP does at the end of a forward that is followed by an exchange: every parameter is waited for.
         replicas.reducer.prepare_for_backward([])
         try:
@@ -116,10 +152,33 @@ class DDPUnit(NativeUnit):
             replicas.require_backward_grad_sync = before
 
     def step(self, closure: Callable[[], Any] | None = None, *, optimizer: Optimizer | None = None) -> StepOutcome:
-        """Update the parameters; refuse to where replicas are apart that nobody will make alike again."""
+        """Update the parameters; refuse to where replicas are apart, or would be afterwards.
+
+        Raises:
+            ConfigError: nobody would make replicas alike again; or parameters took no part in the backward.
+        """
         if self.local_replicas is not None:
             self.local_replicas.require_open()
+        if self._replicas is not None:
+            self._require_exchange(self._replicas)
+            if getattr(self._replicas, "has_taken_backward", False):
+                self._replicas.was_called = False  # type: ignore[assignment]
         return super().step(closure, optimizer=optimizer)
+
+    def _require_exchange(self, replicas: DistributedDataParallel) -> None:
+        """Refuse an update by gradients that DDP has not exchanged, because it waits for others."""
+        if not is_exchange_open(replicas):
+            return
+        # It would be applied to unlike replicas, and the next forward, if there is one, would raise torch's error.
+        named = [(name, p) for name, p in self.module.named_parameters() if p not in self._frozen]
+        missing = [name for name, p in named if p.grad is None or not p.requires_grad]
+        which = f"{len(missing)} of the {len(named)} trained parameters ({missing[0]!r} for one)" if missing else "some"
+        raise ConfigError(
+            f"{which} of {type(self.module).__name__} took no part in this backward, and DDP exchanges no gradients "
+            "before all have come that were trained when the model was prepared; set ddp.find_unused_parameters "
+            "(DistributedDataParallelKwargs, ddp_find_unused_parameters), or freeze what is not used "
+            "(requires_grad_(False)) before prepare()"
+        )
 
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state, of every replica's where they are apart."""
@@ -131,8 +190,16 @@ class DDPUnit(NativeUnit):
 
     def release(self) -> None:
         """Let the module be wrapped again, after an error within a forward or backward, too."""
+        for hook in self._hooks:
+            hook.remove()
         if self._replicas is not None:
             abandon_exchange(self._replicas)
+
+
+def _note_call(replicas: nn.Module, *args: Any) -> None:
+    """Remember that a forward prepares an exchange. A forward pre-hook that can be pickled with its wrapper."""
+    if torch.is_grad_enabled():
+        replicas.was_called, replicas.has_taken_backward = True, False  # type: ignore[assignment]
 
 
 def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
@@ -158,6 +225,7 @@ class DDPStrategy(BaseStrategy):
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a model without values, optimizers of something else, and a hook that the device cannot run."""
+        refuse_lazy(job.model)
         require_values(job.model)
         if job.comm_hook is not None:
             job.comm_hook.check(process.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -47,6 +48,27 @@ def require_values(model: nn.Module) -> None:
             )
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuse parameters of lazy modules, which have no shape yet: nothing could be exchanged or sharded."""
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise ConfigError(
+            f"{len(lazy)} parameter(s) of {type(model).__name__} have no shape before the first forward (first: "
+            f"{lazy[0]!r}, of a lazy module), and several processes lay parameters out in prepare(); call the model "
+            "once with a batch before it"
+        )
+
+
+def refuse_sparse_gradients(model: nn.Module, engine: str) -> None:
+    """Refuse trained embeddings whose gradients are sparse tensors, which `engine` cannot shard."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                f"{name or 'the model'} of {type(model).__name__} is an {type(module).__name__} with sparse=True, and "
+                f"{engine} cannot shard its sparse gradients; make it with sparse=False, or use strategy 'ddp'"
+            )
+
+
 def place(model: nn.Module, job: TrainJob, process: ProcessContext) -> None:
     """Move the model to this rank's device, tied weights staying tied; nothing moves when it is there already."""
     if job.device_placement:
@@ -63,24 +85,40 @@ def prepare_module(module: nn.Module, job: TrainJob, precision: PrecisionPolicy,
 
 
 def make_contiguous(model: nn.Module, engine: str) -> None:
-    """Lay out parameters row by row whose memory is in another order, which `engine` cannot split; it is logged.
-
-    Raises:
-        ConfigError: one shares its memory with another parameter, as a transposed view does, and would part from it.
-    """
+    """Lay out parameters row by row whose memory is in another order, which `engine` cannot split; it is logged."""
     shuffled = {name: p for name, p in model.named_parameters() if not p.is_contiguous()}
-    for name, parameter in shuffled.items():
-        memory = parameter.untyped_storage().data_ptr()
-        for other, theirs in model.named_parameters():
-            if memory and other != name and theirs.untyped_storage().data_ptr() == memory:
-                raise ConfigError(
-                    f"{name} of {type(model).__name__} is not contiguous, and a view of the memory of {other}: "
-                    f"{engine} would make two parameters of them. Tie them by one Parameter object, transposed in "
-                    "forward (nn.functional.linear(x, other.weight.t())), or train with strategy: ddp"
-                )
+    for parameter in shuffled.values():
         parameter.data = parameter.data.contiguous()
     if shuffled:
         logger.info("%s splits parameters by rows: %s are now contiguous in memory", engine, ", ".join(shuffled))
+
+
+def refuse_shared_memory(model: nn.Module, engine: str) -> None:
+    """Refuse trained parameters that share memory without being one, as views do: `engine` would part them.
+
+    Raises:
+        ConfigError: two overlap, in the order of rows or another.
+    """
+    by_memory: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
+    for name, p in model.named_parameters():
+        # Other kinds of tensors, quantized ones and shards for instance, have no memory of their own to ask for.
+        if (
+            type(p.data) is Tensor
+            and p.layout == torch.strided
+            and p.numel()
+            and (at := p.untyped_storage().data_ptr())
+        ):
+            end = p.storage_offset() + 1 + sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True))
+            by_memory.setdefault(at, []).append((p.storage_offset(), end, name, p))
+    for held in by_memory.values():
+        held.sort(key=lambda each: each[:2])
+        for (_, end, other, theirs), (begin, _, name, own) in itertools.pairwise(held):
+            if begin < end and (own.requires_grad or theirs.requires_grad):
+                raise ConfigError(
+                    f"{name} of {type(model).__name__} is a view of memory that {other} has, too: {engine} would make "
+                    "two parameters of them. Tie them by one Parameter object, whose parts or transpose the forward "
+                    "takes (nn.functional.linear(x, other.weight.t())), or train with strategy: ddp"
+                )
 
 
 def check_optimizers(job: TrainJob) -> None:
@@ -90,6 +128,26 @@ def check_optimizers(job: TrainJob) -> None:
         check_optimizer_belongs(optimizer, job.model, known)
         check_averaging(job.resolved, optimizer)
     check_disjoint(job.optimizers, known)
+
+
+class BackwardGuard:
+    """Context of each backward of an engine that cannot go on behind one that has failed, on any rank."""
+
+    def __init__(self, model: nn.Module, engine: str) -> None:
+        self._name, self._engine = type(model).__name__, engine
+        self._failed = ""
+
+    def __enter__(self) -> None:
+        if self._failed:
+            raise ConfigError(
+                f"an earlier backward of {self._name} has ended with {self._failed}, and {self._engine} cannot go on "
+                "behind one: its gradients would be mixed with the next ones. End the run and go on from a checkpoint; "
+                "to leave a batch out, check its values before backward()"
+            )
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self._failed = f"{type(error).__name__}: {error}"
 
 
 class NativeUnit(TrainUnit):
