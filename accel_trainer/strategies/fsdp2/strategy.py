@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from functools import partial, wraps
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from accel_trainer.config import CompileConfig, FSDPConfig, Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast, apply_float8, keep_scales
 from accel_trainer.runtime.process import ProcessContext, form_group
-from accel_trainer.runtime.torch_private import tree_leaves
+from accel_trainer.runtime.torch_private import has_hooks, leaves_seen_by_fsdp
 from accel_trainer.runtime.transport import backend_takes_cpu
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import share_buffers_in_evaluation
@@ -60,7 +60,15 @@ from accel_trainer.strategies.own_methods import refuse_copies, refuse_second_ba
 from accel_trainer.strategies.parallel.meshes import Meshes, sizes_of
 from accel_trainer.strategies.parallel.sequence_parallel import shard_sequences
 from accel_trainer.strategies.parallel.tensor_parallel import draw_apart, shard_layers, shard_loss
-from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place
+from accel_trainer.strategies.single import (
+    NativeUnit,
+    check_optimizers,
+    make_contiguous,
+    place,
+    refuse_lazy,
+    refuse_shared_memory,
+    refuse_sparse_gradients,
+)
 from accel_trainer.tree import leaves
 
 logger = logging.get_logger(__name__)
@@ -82,6 +90,17 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
+
+
+def _own_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the attributes that a user has given parameters; other classes have attributes of the class's making."""
+    given = {name: vars(p) for name, p in model.named_parameters() if type(p) is nn.Parameter}
+    return {name: {key: own[key] for key in own if not key.startswith("_")} for name, own in given.items()}
+
+
+def _give_attributes(model: nn.Module, attributes: dict[str, dict[str, Any]]) -> None:
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(attributes.get(name, {}))
 
 
 def _check_tied(model: nn.Module, groups: list[list[str]]) -> None:
@@ -139,9 +158,11 @@ def check_output_is_seen(module: nn.Module, args: Any, output: Any) -> None:
     """Refuse an output in which FSDP2 finds no tensor: it would never learn of the backward, and average nothing."""
     if not torch.is_grad_enabled():
         return
-    known = {id(leaf) for leaf in tree_leaves(output)}
+    known = {id(leaf) for leaf in leaves_seen_by_fsdp(output)}
     for leaf in leaves(output, is_leaf=lambda node: isinstance(node, Tensor)):
-        if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in known:
+        # Of an object of another class, its attributes.
+        held = [leaf] if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(each, Tensor) and each.requires_grad and id(each) not in known for each in held):
             raise ConfigError(
                 f"the forward of {type(module).__name__} returns a {type(output).__name__}, in which FSDP2 finds no "
                 "tensors, so that their gradients would not be averaged; return a tensor, dict, tuple, dataclass or "
@@ -201,6 +222,8 @@ class FSDP2Strategy(BaseStrategy):
         tied = _tied_names(model)
         # Weak: an optimizer that is bound later keeps alive the parameters it holds, and no others are needed.
         originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in selection.unsharded]
+        # By which a loop may choose the groups of an optimizer that it builds afterwards.
+        attributes = _own_attributes(model)
         # Before the comparison of values: all that follows sees the parameters in the dtype that they are trained in.
         if precision.compute is not None:
             _upcast_trainable(model)
@@ -229,6 +252,7 @@ class FSDP2Strategy(BaseStrategy):
         fill_sharded_model(model, values, awaited, process.device, shard_device)
         # Looked at afterwards: which modules share a unit is only known once torch has made them.
         _check_tied(model, tied)
+        _give_attributes(model, attributes)
         exchange_full_state(model, process)
         share_buffers_in_evaluation(model, model, process.device)
         refuse_copies(model)
@@ -313,11 +337,27 @@ def _check(job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -
         in_parts = max(parallel.tp_size, parallel.ep_size) > 1
         check_optimizer_can_shard(optimizer, in_parts=in_parts, num_shards=sizes_of(job, process).num_shards)
     if not isinstance(job.model, FSDPModule):
+        refuse_lazy(job.model)
         selection = select_modules(job, precision, process)
+        refuse_shared_memory(job.model, "FSDP2")
+        refuse_sparse_gradients(job.model, "FSDP2")
+        _refuse_hooks(job.model, selection.unsharded)
         for optimizer in job.optimizers:
             check_optimizer_is_new(optimizer, {id(p): p for p in job.model.parameters()})
     check_optimizers(job)
     return selection
+
+
+def _refuse_hooks(model: nn.Module, unsharded: Collection[nn.Parameter]) -> None:
+    """Refuse functions that a parameter calls with its gradient: the shards that replace it would call none."""
+    for name, parameter in model.named_parameters():
+        if has_hooks(parameter) and parameter.requires_grad and parameter not in unsharded:
+            raise ConfigError(
+                f"{name!r} of {type(model).__name__} has hooks for its gradient (register_hook, "
+                "register_post_accumulate_grad_hook), and FSDP2 puts a shard in its place, which would call none of "
+                "them; change the gradient between backward() and step(), where parameter.grad is the mean over all "
+                "ranks, or train with strategy: ddp"
+            )
 
 
 def _warn_of_unused_options(job: TrainJob, precision: PrecisionPolicy) -> None:

@@ -24,12 +24,13 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import convert_to_fp32
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback
+from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients
 from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.optimizers import check_kind, parameters_of
 from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
 from accel_trainer.strategies.parameter_state.torch_io import TensorShards, TorchCheckpointIO
-from accel_trainer.strategies.single import NativeUnit
+from accel_trainer.strategies.single import BackwardGuard, NativeUnit
 
 _MAX_CHUNK_NUMEL = 2**26
 """Elements of a rank's shards that are updated together: their updates are in memory at once, 256 MB in fp32.
@@ -52,9 +53,20 @@ class FSDP2Unit(NativeUnit):
         """Take a sharded model, and the parameters that sharding has replaced, as long as somebody holds them."""
         super().__init__(module, module, loss_scale)  # type: ignore[arg-type]
         self._root = module
+        self._guard = BackwardGuard(self.module, "FSDP2")
         self._originals = originals
         self._unsharded = UnshardedGradients([p for p in self.module.parameters() if not isinstance(p, DTensor)])
         self.module.register_forward_pre_hook(self._unsharded.watch)
+
+    @section("backward")
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Accumulate gradients of `loss`. Collective where they are exchanged.
+
+        Raises:
+            ConfigError: an earlier backward has failed; FSDP2 keeps what it was about, and gradients would be wrong.
+        """
+        with self._guard:
+            super().backward(loss, **kwargs)
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Reduce and scatter gradients in the next backward, or keep them unsharded on this rank."""
