@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -40,6 +41,17 @@ from accel_trainer.tree import leaves, map_leaves
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of a dynamic loss scaler that its next values depend on."""
+
+
+@contextmanager
+def _unfrozen(parameter: Tensor) -> Iterator[None]:
+    """Context in which DeepSpeed reads a parameter that was frozen after prepare(), for which it has no answer else."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(is_trained)
 
 
 class DeepSpeedCheckpointIO(CheckpointIO):
@@ -84,6 +96,9 @@ class DeepSpeedCheckpointIO(CheckpointIO):
             full = tensor.detach().to(self.dtype_of(tensor), copy=True)
         elif self.partitions.trained(tensor) is not None:
             full = safe_get_full_fp32_param(tensor)
+        if self.partitions.trained(tensor) is not None:
+            with _unfrozen(tensor):
+                full = safe_get_full_fp32_param(tensor)
         else:
             with GatheredParameters([tensor]):  # does nothing for a tensor that ZeRO-3 has not partitioned
                 # Before it is partitioned again. Only rank 0 writes them, unless each node does.
@@ -96,7 +111,7 @@ class DeepSpeedCheckpointIO(CheckpointIO):
         run, shape = self.partitions.trained(tensor), self.shape_of(tensor)
         value = self._receive(source, shape, self.dtype_of(tensor))
         if tuple(tensor.shape) == shape:
-            tensor.copy_(value)
+            tensor.data.copy_(value)  # no change of a user's, which the next step would look for
         if run is not None:
             self.partitions.write(run, value)
         elif (run := self.partitions.frozen(tensor)) is not None:

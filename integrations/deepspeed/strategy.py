@@ -22,6 +22,7 @@ from accel_trainer.integrations.deepspeed.runtime import check_can_start, requir
 from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, EvaluationUnit, release_earlier
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
 from accel_trainer.runtime.availability import is_transformers_available
+from accel_trainer.runtime.model_wrappers import is_compiled_module
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states, share_buffers_in_evaluation
@@ -36,6 +37,16 @@ from accel_trainer.strategies.own_methods import (
 from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
 from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place, require_values
 from accel_trainer.techniques.ema import build_averages
+from accel_trainer.strategies.single import (
+    NativeUnit,
+    check_optimizers,
+    make_contiguous,
+    place,
+    refuse_lazy,
+    refuse_shared_memory,
+    refuse_sparse_gradients,
+    require_values,
+)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NEVER_PRINT = 2**31
@@ -146,6 +157,7 @@ class DeepSpeedStrategy(BaseStrategy):
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a job that the engine cannot prepare; DeepSpeed is not imported for that."""
+        refuse_lazy(job.model)
         require_values(job.model)
         check_optimizers(job)
         config = _resolve_job(job, process)
@@ -161,9 +173,15 @@ class DeepSpeedStrategy(BaseStrategy):
             )
         for optimizer in job.optimizers:
             check_kind(optimizer, _UNSUPPORTED, self.name)
+        if job.optimizers or config.stage == 3:
+            refuse_shared_memory(job.model, "DeepSpeed")
+        if job.optimizers:
+            refuse_sparse_gradients(job.model, "DeepSpeed")
         _check_groups(job)
         _check_parameters(job, config)
         _check_leaf_classes(job, config)
+        if config.stage == 3:
+            _check_compiled(job)
         check_can_start(process, config.data)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit | DeepSpeedUnit:
@@ -175,7 +193,7 @@ class DeepSpeedStrategy(BaseStrategy):
         self.check(job, precision, process)
         config = _resolve_job(job, process)
         deepspeed = start_engine(process, config.data)
-        if not job.optimizers and config.stage < 3:
+        if not _needs_engine(job, config):
             return _replicate(job, precision, process)
         release_earlier(job.model)
         make_contiguous(job.model, "DeepSpeed")
@@ -204,6 +222,11 @@ class DeepSpeedStrategy(BaseStrategy):
         unit.averages = build_averages(job.model, job.config)
         _adapt_own_methods(unit, config, process)
         return unit
+
+
+def _needs_engine(job: TrainJob, config: EngineConfig) -> bool:
+    """Return whether there is something to shard: not of a loss without parameters, say."""
+    return bool(job.optimizers) or (config.stage == 3 and next(job.model.parameters(), None) is not None)
 
 
 def _adapt_own_methods(unit: DeepSpeedUnit, config: EngineConfig, process: ProcessContext) -> None:
@@ -377,6 +400,16 @@ def _check_parameters(job: TrainJob, config: EngineConfig) -> None:
             raise ConfigError(
                 f"{name!r} of {kind} is a parameter of {what}, which ZeRO-3 of DeepSpeed cannot lay out; {hint}, or "
                 "use stage 2 or strategy 'fsdp2'"
+            )
+
+
+def _check_compiled(job: TrainJob) -> None:
+    """Refuse wrappers of torch.compile: ZeRO-3 marks the modules whose parameters it gathers, and fails in one."""
+    for name, module in job.model.named_modules():
+        if is_compiled_module(module):
+            raise ConfigError(
+                f"{repr(name) if name else 'the model'} was given in a wrapper of torch.compile(module), and ZeRO-3 of "
+                "DeepSpeed fails in one; compile it in place (module.compile()), or set compile.backend"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,15 +23,17 @@ from accel_trainer.integrations.deepspeed.runtime import forget_module
 from accel_trainer.runtime.collective_checks import note_call
 from accel_trainer.runtime.model_wrappers import unsharded_shape
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_
+from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_, version_of
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO, Layout, StepOutcome, TrainUnit
 from accel_trainer.strategies.optimizers import check_frozen
 from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
-from accel_trainer.strategies.single import NativeUnit
+from accel_trainer.strategies.single import BackwardGuard, NativeUnit
 
 logger = logging.get_logger(__name__)
 
+_TAKEN_APART = re.compile(r"size of tensor a \(0\)|expected shape compatible with \[0\]")
+"""Of torch's errors, where a parameter has no elements that had some in the forward."""
 _units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[DeepSpeedUnit]] = weakref.WeakKeyDictionary()
 """Units by the module that their engine is around. An engine lives as long as its module, whose hooks hold it."""
 
@@ -56,6 +59,21 @@ def _came_late(optimizer: Optimizer, module: nn.Module) -> ConfigError:
         f"{type(optimizer).__name__} was prepared after its model {type(module).__name__}, and DeepSpeed builds its "
         "engine around model and optimizer; pass both to one prepare() call"
     )
+
+
+@contextmanager
+def _naming_shards(module: nn.Module) -> Iterator[None]:
+    """Context of a backward whose error, where it is about shards of ZeRO-3, says what has led to it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _TAKEN_APART.search(str(error)):
+            raise
+        raise ConfigError(
+            f"this backward met parameters that ZeRO-3 has taken apart again: {type(module).__name__} is full within "
+            "its forward and one backward of it. Add losses of one forward and call backward() once; for a penalty on "
+            "weights (p.square().sum()), use the optimizer's weight_decay, or stage 2"
+        ) from error
 
 
 class EvaluationUnit(NativeUnit):
@@ -115,8 +133,10 @@ class DeepSpeedUnit(TrainUnit):
         self._grouped = [[named[name] for name in names] for names in groups]
         """The parameters themselves: the module may have lost some when the engine goes, to PEFT's merging for one."""
         self._compared_over = compared_over
+        self._guard = BackwardGuard(self.module, "DeepSpeed")
         self._trained = frozenset(id(p) for p in self.module.parameters() if p.requires_grad)
         self._frozen = tuple(p for p in self.module.parameters() if not p.requires_grad)
+        self._versions = {name: version_of(p) for name, p in self.module.named_parameters() if p.requires_grad}
         self._configured_bound: float = getattr(self._zero, "clip_grad", 0.0)
         self._bound: float | None = None
         self._norm: Tensor | None = None
@@ -153,7 +173,8 @@ class DeepSpeedUnit(TrainUnit):
         self._compare("backward")
         earlier = self._keep_exchanged()
         # The facade has divided the loss; the engine is to leave it as it is.
-        self._engine.backward(loss, retain_graph=bool(kwargs.get("retain_graph", False)), scale_wrt_gas=False)
+        with self._guard, _naming_shards(self.module):
+            self._engine.backward(loss, retain_graph=bool(kwargs.get("retain_graph", False)), scale_wrt_gas=False)
         for group, gradients in earlier.items():
             foreach_add_(self._zero.averaged_gradients[group], gradients)
         self._holds_gradients = True
@@ -237,12 +258,50 @@ class DeepSpeedUnit(TrainUnit):
                 "set_gradient_sync(False)); let the last backward before the step exchange them"
             )
         self._compare("optimizer.step")
+        self._take_changes()
         with self._step_options():
             self._engine.step()
         self._clear_buffers()
         self._holds_gradients = False
         norm = self._report_norm()
         return StepOutcome(applied=self._engine.was_step_applied(), grad_norm=norm)
+
+    def _take_changes(self) -> None:
+        """Take over what a loop has done to parameters since the last step, or refuse it: new values, mostly.
+
+        The engine would overwrite them without a word: clamped weights, or those of a `load_state_dict`. Values that
+        are written through `parameter.data` leave no trace, and are lost.
+
+        Raises:
+            ConfigError: a parameter was frozen; under ZeRO-3, it is new, or was given values, which it has in a forward
+                only.
+        """
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        is_sharded = hasattr(self._zero, "fp16_groups")  # ZeRO-3
+        for name, parameter in self.module.named_parameters():
+            if is_sharded and not hasattr(parameter, "ds_id"):
+                raise ConfigError(
+                    f"{name!r} of {type(self.module).__name__} was made after prepare(), and ZeRO-3 knows the "
+                    "parameters that it has sharded; replace layers before prepare(), or use stage 2 or 'fsdp2'"
+                )
+            if id(parameter) in self._trained and not parameter.requires_grad:
+                raise ConfigError(
+                    f"{name!r} of {type(self.module).__name__} was trained when the model was prepared, and is frozen "
+                    "now: the engine would still update it, by its momentum and weight decay. Call free_memory(), and "
+                    "prepare the model again once it is frozen"
+                )
+            version = version_of(parameter)
+            if self._versions.get(name, version) == version:
+                continue
+            if is_sharded:
+                raise ConfigError(
+                    f"{name!r} of {type(self.module).__name__} was changed in place since the last step, and ZeRO-3 "
+                    "trains shards that such a change does not reach; change the weights by deepspeed.utils."
+                    "safe_set_full_fp32_param(parameter, value) on all ranks, or use stage 2 or strategy 'fsdp2'"
+                )
+            self._versions[name] = version
+            safe_set_full_fp32_param(parameter, parameter.detach())
 
     @contextmanager
     def _step_options(self) -> Any:
