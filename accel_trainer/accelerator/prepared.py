@@ -88,6 +88,21 @@ class Prepared:
         takes_all = not (is_distributed or capabilities.shards_parameters or models or staying)
         return _pair(models, unbound, staying, capabilities, {*map(id, unbound)} if takes_all else {*alone})
 
+    def refuse_shared(self, models: Iterable[nn.Module], replaced: Sequence[PreparedUnit]) -> None:
+        """Refuse a trained parameter of two models: each would exchange its gradient, or shard it, by itself."""
+        staying = (known for known in self.units if not (known in replaced or known.evaluation_only))
+        taken: dict[int, nn.Module] = {}
+        for module in [*(known.unit.module for known in staying if not known.unit.is_released), *models]:
+            own = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+            if shared := [key for key in own if key in taken]:
+                raise ConfigError(
+                    f"{type(module).__name__} shares {len(shared)} trained parameter(s) with "
+                    f"{type(taken[shared[0]]).__name__}, which is prepared, too ({own[shared[0]]!r} for one), and each "
+                    "would exchange gradients of them by itself; make both parts of one module, whose forward calls "
+                    "either, and prepare that one"
+                )
+            taken |= dict.fromkeys(own, module)
+
     @property
     def alone(self) -> list[Optimizer]:
         """The user's own of wrapped optimizers whose model has not been prepared."""

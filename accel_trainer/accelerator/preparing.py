@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -316,7 +316,7 @@ class AcceleratorPreparing(AcceleratorSettings):
             is_distributed=self.process.is_distributed,
         )
         jobs = {key: self._build_job(model, by_model[key], request) for key, model in new.items()}
-        self._check_jobs(jobs.values())
+        self._check_jobs(jobs.values(), replaced)
         # Before a model is prepared: a unit may find only now that it cannot take the optimizer.
         for prepared, optimizer in to_bind:
             prepared.unit.bind_optimizer(optimizer)
@@ -328,7 +328,9 @@ class AcceleratorPreparing(AcceleratorSettings):
         self._prepared.join()
         return called
 
-    def _check_jobs(self, jobs: Iterable[TrainJob]) -> None:
+    def _check_jobs(self, jobs: Collection[TrainJob], replaced: Sequence[PreparedUnit]) -> None:
+        if self.process.is_distributed or self.strategy.capabilities.shards_parameters:
+            self._prepared.refuse_shared((job.model for job in jobs if not job.evaluation_only), replaced)
         for job in jobs:
             self._check_as_given(job)
             self.strategy.check(job, self.precision, self.process)

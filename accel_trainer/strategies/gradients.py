@@ -195,7 +195,8 @@ def _is_even(parameter: Tensor) -> bool:
 
 def sample_sum(samples: Iterable[Tensor]) -> Tensor | None:
     """Return the sum of this rank's gradients of some parameters, NaN or infinite if one is; None without any."""
-    sums = [shard.sum() for shard in _shards(sample.grad for sample in samples if sample.grad is not None)]
+    shards = _shards(sample.grad for sample in samples if sample.grad is not None)
+    sums = [(torch.view_as_real(shard) if shard.is_complex() else shard).sum() for shard in shards]
     return sum((each.to(sums[0].device) for each in sums[1:]), sums[0]) if sums else None
 
 
