@@ -13,6 +13,7 @@ import importlib
 import operator
 import os
 import time
+from collections.abc import Mapping, Sized
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,7 @@ from accel_trainer.trainer.training_data import (
     mixed_training_data,
     packed_for_training,
 )
+from accel_trainer.tree import map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -413,6 +415,15 @@ class Trainer(ResumingMethods, transformers.Trainer):
             reader.close()
             run.end()
 
+    def _prepare_input(self, data: Any) -> Any:
+        """Return inputs on the device, also those in namedtuples and dataclasses; see upstream."""
+        return map_leaves(super()._prepare_input, data)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return a batch on the device; refuse an empty one."""
+        # A dataclass, or a class of the user's own, has no length that upstream could look at.
+        return super()._prepare_inputs(inputs) if isinstance(inputs, Sized) else self._prepare_input(inputs)
+
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train one micro-batch and return its loss; see upstream. Collective on the last one of a window."""
         args, accelerator = self.args, self.accelerator
@@ -516,7 +527,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """Return the number of operations of a forward and backward pass; see upstream."""
         name = getattr(self.model, "main_input_name", "input_ids")
-        if name not in inputs or not hasattr(self.model, "num_parameters"):
+        if not isinstance(inputs, Mapping) or name not in inputs or not hasattr(self.model, "num_parameters"):
             return 0
         known = self._num_flops_parameters
         if known is None or known[0] != id(self.model):
