@@ -95,8 +95,6 @@ class DeepSpeedCheckpointIO(CheckpointIO):
         if self.averages is not None and self.averages.is_in_model:  # and the engine's fp32 weights are the own ones
             full = tensor.detach().to(self.dtype_of(tensor), copy=True)
         elif self.partitions.trained(tensor) is not None:
-            full = safe_get_full_fp32_param(tensor)
-        if self.partitions.trained(tensor) is not None:
             with _unfrozen(tensor):
                 full = safe_get_full_fp32_param(tensor)
         else:

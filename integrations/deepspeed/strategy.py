@@ -35,8 +35,6 @@ from accel_trainer.strategies.own_methods import (
     refuse_second_backward,
 )
 from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
-from accel_trainer.strategies.single import NativeUnit, check_optimizers, make_contiguous, place, require_values
-from accel_trainer.techniques.ema import build_averages
 from accel_trainer.strategies.single import (
     NativeUnit,
     check_optimizers,
@@ -47,6 +45,7 @@ from accel_trainer.strategies.single import (
     refuse_sparse_gradients,
     require_values,
 )
+from accel_trainer.techniques.ema import build_averages
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NEVER_PRINT = 2**31
