@@ -395,7 +395,7 @@ def leaves_seen_by_fsdp(output: Any) -> Sequence[Any]:
 
 def has_hooks(tensor: Tensor) -> bool:
     """Whether functions are called with a tensor's gradient."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -99,7 +99,7 @@ def refuse_shared_memory(model: nn.Module, engine: str) -> None:
     Raises:
         ConfigError: two overlap, in the order of rows or another.
     """
-    by_memory: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
+    by_memory: dict[int, list[tuple[Any, Any, str, nn.Parameter]]] = {}
     for name, p in model.named_parameters():
         # Other kinds of tensors, quantized ones and shards for instance, have no memory of their own to ask for.
         if (

@@ -95,11 +95,11 @@ def _defaults(arguments: type) -> dict[str, Any]:
 
 def _annotated(cls: type) -> set[str]:
     """Return the names that the class itself annotates, which are those of its own fields."""
-    if sys.version_info < (3, 14):
-        return set(inspect.get_annotations(cls))
-    import annotationlib  # a class body of 3.14 has a function in their place, which fails where a name comes later
+    if sys.version_info >= (3, 14):
+        import annotationlib  # a class body of 3.14 has a function in their place, which fails where a name comes later
 
-    return set(annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF))
+        return set(annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF))
+    return set(inspect.get_annotations(cls))
 
 
 def _argument(default: Any, help_text: str) -> Any:
