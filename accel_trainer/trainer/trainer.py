@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Mapping, Sized
 from contextlib import nullcontext
+from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +76,7 @@ from accel_trainer.trainer.training_data import (
     mixed_training_data,
     packed_for_training,
 )
-from accel_trainer.tree import map_leaves
+from accel_trainer.tree import is_namedtuple, map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -417,7 +418,9 @@ class Trainer(ResumingMethods, transformers.Trainer):
 
     def _prepare_input(self, data: Any) -> Any:
         """Return inputs on the device, also those in namedtuples and dataclasses; see upstream."""
-        return map_leaves(super()._prepare_input, data)
+        if is_namedtuple(data) or (is_dataclass(data) and not isinstance(data, type | Mapping)):
+            return map_leaves(self._prepare_input, data, is_leaf=lambda node: node is not data)
+        return super()._prepare_input(data)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """Return a batch on the device; refuse an empty one."""
