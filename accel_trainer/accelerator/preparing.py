@@ -36,6 +36,7 @@ from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rng import seed_own_streams
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.optimizers import OptimizerPlaceholder, parameters_of
+from accel_trainer.techniques.chunked_loss import apply_chunked_loss, check_chunked_loss
 
 logger = logging.get_logger(__name__)
 
@@ -333,6 +334,8 @@ class AcceleratorPreparing(AcceleratorSettings):
             self._prepared.refuse_shared((job.model for job in jobs if not job.evaluation_only), replaced)
         for job in jobs:
             self._check_as_given(job)
+            if not job.evaluation_only:
+                check_chunked_loss(job.model, job.resolved, self.process.device)
             self.strategy.check(job, self.precision, self.process)
 
     def _build_job(self, model: nn.Module, optimizers: list[Optimizer], request: _Request) -> TrainJob:
@@ -357,6 +360,8 @@ class AcceleratorPreparing(AcceleratorSettings):
         if self.meters is not None and not job.evaluation_only:
             self.meters.take_model(job.model)
         keep_gradients(job.model, self.process.device)
+        if not job.evaluation_only:
+            apply_chunked_loss(job.model, job.resolved)
         unit = self.strategy.prepare(job, self.precision, self.process)
         if self.config.ema_decay is not None and unit.averages is None and job.optimizers:
             raise ConfigError(

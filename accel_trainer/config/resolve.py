@@ -15,7 +15,7 @@ from accel_trainer.config.document import Entry
 from accel_trainer.config.files import FileConfig, read_file
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.parallel import SIZE_PATHS, fsdp1_problems, size_for_shards
-from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key
+from accel_trainer.config.schema import LossImplementation, RunConfig, field_specs, get_value, section_names, set_key
 from accel_trainer.config.validation import cross_problems, show_plain, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
 
@@ -107,6 +107,14 @@ def _choose_by_sizes(config: RunConfig, settings: dict[str, Setting]) -> RunConf
     return dataclasses.replace(config, strategy="fsdp2")
 
 
+def _choose_loss(config: RunConfig, settings: dict[str, Setting]) -> RunConfig:
+    """Return the configuration with the loss that alone has chunks of the size that is given, where it is left open."""
+    if "loss" in settings or config.loss_chunk_tokens is None:
+        return config
+    settings["loss"] = Setting(LossImplementation.CHUNKED, settings["loss_chunk_tokens"].source)
+    return dataclasses.replace(config, loss=LossImplementation.CHUNKED)
+
+
 def resolve(
     *,
     explicit: Mapping[str, Any] | None = None,
@@ -158,6 +166,7 @@ def resolve(
     ]
     settings = _merge(layers, problems)
     config = _choose_by_sizes(build_config({path: setting.value for path, setting in settings.items()}), settings)
+    config = _choose_loss(config, settings)
     resolved = Resolved(config, _sources_of(settings))
     problems.extend(cross_problems(resolved.config, resolved.describe))
     problems.extend(_problems_of_fsdp1(layers, resolved))

@@ -57,6 +57,14 @@ class ChangedRunAction(StrEnum):
     WARN = "warn"
 
 
+class LossImplementation(StrEnum):
+    """How a language model makes its loss: of whole logits, or of those of a chunk of tokens at a time."""
+
+    PLAIN = "plain"
+    CHUNKED = "chunked"
+    LIGER = "liger"
+
+
 class WrapPolicy(StrEnum):
     """How FSDP groups parameters: one group for each transformer layer, for each module of a size, or one for all."""
 
@@ -386,6 +394,10 @@ class RunConfig:
     """Keep averages of the weights, `decay * average + (1 - decay) * weight` after each update; None keeps none."""
     on_changed_run: ChangedRunAction = ChangedRunAction.AUTO
     """A resume with other samples in an update: refuse or warn; auto refuses it in a Trainer on as many ranks."""
+    loss: LossImplementation = LossImplementation.PLAIN
+    """A language model's loss: chunked never makes whole logits in training; liger is Liger's kernel, on GPUs."""
+    loss_chunk_tokens: int | None = None
+    """Tokens whose logits are there at a time, with loss chunked, which it implies; None: by the vocabulary."""
     local_steps: int | None = None
     """Under ddp: each rank updates its own replica, and weights are exchanged every so many updates (local SGD)."""
     local_steps_after: int = 0

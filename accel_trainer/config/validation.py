@@ -19,6 +19,7 @@ from accel_trainer.config.schema import (
     FieldSpec,
     Fp8Backend,
     FrozenDict,
+    LossImplementation,
     MixedPrecision,
     NonFiniteAction,
     RunConfig,
@@ -87,6 +88,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_rollbacks": _at_least(1),
     "peak_flops": (lambda rate: rate >= 1e9, "operations a second of one device, 1e9 at least: 989e12 for an H100"),
     "ema_decay": (lambda decay: 0 < decay < 1, "a number above 0 and below 1, such as 0.999"),
+    "loss_chunk_tokens": _at_least(1),
     "data.data_seed": _at_least(0),
     "accumulation.num_steps": _at_least(1),
     "compile.backend": (
@@ -303,6 +305,11 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
             is_fp8 and config.parallel.tp_size > 1,
             f"{describe('mixed_precision')} contradicts {describe('parallel.tp_size')}: layers that are split over "
             "ranks do not compute in fp8 here; use a tp_size of 1, or mixed_precision bf16",
+        ),
+        (
+            config.loss_chunk_tokens is not None and config.loss is not LossImplementation.CHUNKED,
+            f"{describe('loss_chunk_tokens')} contradicts {describe('loss')}, which has no chunks of a given size; "
+            "leave one of them out",
         ),
         *_local_step_checks(config, describe),
     )

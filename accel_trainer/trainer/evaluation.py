@@ -25,6 +25,7 @@ from accel_trainer.runtime.tensor_trees import is_tensor, send_to_device
 from accel_trainer.runtime.uneven_gather import Column, gather_steps
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.compile import reuses_outputs
+from accel_trainer.techniques.chunked_loss import find_chunked_loss
 from accel_trainer.trainer.arguments.training_arguments import setting
 from accel_trainer.trainer.loss import counts_by_rows
 from accel_trainer.tree import map_leaves
@@ -171,7 +172,8 @@ class _Pass:
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
         """Return loss, logits and labels of one batch, in memory that the next batch leaves alone."""
         config = self.trainer.accelerator.config
-        if loss_only and config.parallel.sequence_size > 1 and isinstance(inputs, dict):
+        may_skip = config.parallel.sequence_size > 1 or find_chunked_loss(model) is not None
+        if loss_only and may_skip and isinstance(inputs, dict):
             inputs = {**inputs, "skip_logits": True}  # as upstream asks of models with liger's kernels
         loss, logits, labels = self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
         if reuses_outputs(config.compile):

@@ -7,6 +7,7 @@ optimizers, schedules, callbacks, logging, the hub and the order of everything s
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -36,6 +37,7 @@ from transformers.trainer_utils import (
 )
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from accel_trainer.config import LossImplementation
 from accel_trainer.data.loader import PreparedDataLoader, keeping_epoch
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
@@ -44,6 +46,7 @@ from accel_trainer.runtime.model_wrappers import move_module
 from accel_trainer.runtime.preemption import StopSignals
 from accel_trainer.runtime.rank_watch import failing_together
 from accel_trainer.runtime.rng import KeptStreams
+from accel_trainer.techniques.chunked_loss import find_chunked_loss
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments, setting
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.resuming import ResumingMethods, begin_pass, keeping_best, loading_by_override
@@ -190,6 +193,12 @@ class Trainer(ResumingMethods, transformers.Trainer):
                 self._loss_shifts_labels = True
             self.train_dataset = mixed_training_data(self)
             check_packing_arguments(self)
+            resolved = self.accelerator.resolved
+            if self.compute_loss_func is not None and resolved.config.loss is not LossImplementation.PLAIN:
+                raise ConfigError(
+                    f"compute_loss_func was given, which makes a loss of whole logits, and {resolved.describe('loss')} "
+                    "makes none; leave one of them out"
+                )
             if self.label_smoother is not None:
                 factor = args.label_smoothing_factor
                 self.label_smoother = build_smoother(self.model, factor, shifts=self._loss_shifts_labels)
@@ -408,7 +417,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         if all(type(each).train.__module__.startswith(_PLAIN_TRAIN) for each in modules):
             self._modules = modules
         guard = self.accelerator.nonfinite_guard
-        with nullcontext() if guard is None else setting(guard, roll_back=take_back):
+        with contextlib.nullcontext() if guard is None else setting(guard, roll_back=take_back):
             try:
                 run.train(restore_rng_from)
             finally:
@@ -437,7 +446,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
+        with self.compute_loss_context_manager(), self._smoothing_chunks(model):
             loss = self._loss_normalization.compute(self, model, inputs, num_items_in_batch)
         del inputs
         if args.torch_empty_cache_steps is not None and self.state.global_step % args.torch_empty_cache_steps == 0:
@@ -454,6 +463,14 @@ class Trainer(ResumingMethods, transformers.Trainer):
         is_bare = accelerator.num_processes == 1 and not accelerator.is_prepared(model)
         (Tensor.backward if is_bare else accelerator.unit_of(model).backward)(loss, **options)
         return loss.detach()
+
+    def _smoothing_chunks(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Context in which a loss that is made in chunks smooths labels itself: upstream's smoother wants logits."""
+        chunked = find_chunked_loss(model)
+        if chunked is None:
+            return contextlib.nullcontext()
+        chunked.label_smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
+        return setting(self, label_smoother=None)
 
     def _weigh(self, loss: Tensor, has_items: bool) -> Tensor:
         """Return the loss of a micro-batch, as its part of the mean over the update."""
@@ -494,7 +511,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Callable[..., Any], Any]:
         # Upstream's slices the buffers of a batch for ring attention of its own; here the model's forward makes them.
-        return nullcontext, inputs
+        return contextlib.nullcontext, inputs
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         # transformers 5.23 (trainer.py:2777) takes the norm by itself over several meshes; the strategy knows its own.
@@ -637,6 +654,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
             self.mean_of_replicas(),
             self.averaged_weights(),
             KeptStreams() if is_alone else nullcontext(),
+            KeptStreams() if is_alone else contextlib.nullcontext(),
             keeping_epoch(dataloader),
         ):
             model, preparation_seconds = self._preparation.prepare_for_evaluation(self)

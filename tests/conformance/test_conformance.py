@@ -8,6 +8,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -59,6 +60,11 @@ class Layout:
 
         config = {"strategy": self.strategy, **self.options, "meters": meters, "peak_flops": 1e12}
         return Accelerator(cpu=True, config=config, **options)
+    def accelerator(self, config: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Any:
+        """Make an Accelerator on this rank, with further options of the configuration."""
+        from accel_trainer import Accelerator
+
+        return Accelerator(cpu=True, config={"strategy": self.strategy, **self.options, **config}, **options)
 
 
 def zero(stage: int, **options: Any) -> Layout:
@@ -107,10 +113,11 @@ NAMES = [mark(name) for name, layout in LAYOUTS.items() if "mlp" in layout.kinds
 CASES = [mark(name, kind=kind) for name, layout in LAYOUTS.items() for kind in layout.kinds]
 
 
-def prepare(kind: str, layout: str, *, accumulation: int = 1, frozen: bool = False) -> dict[str, Any]:
+def prepare(kind: str, layout: str, *, accumulation: int = 1, frozen: bool = False, **config: Any) -> dict[str, Any]:
     """Prepare a model, optimizer, loader and scheduler on this rank."""
     # In one way of training, which takes a step of the model on tensors without memory.
     accelerator = LAYOUTS[layout].accelerator(gradient_accumulation_steps=accumulation, meters=accumulation > 1)
+    accelerator = LAYOUTS[layout].accelerator(config, gradient_accumulation_steps=accumulation)
     # Each rank draws other values: rank 0's must count.
     model = build_model(kind, seed=accelerator.process_index)
     if frozen:
@@ -165,14 +172,14 @@ def run_training(kind: str, layout: str, **options: Any) -> dict[str, Any]:
     return result
 
 
-def run_resume(kind: str, layout: str, directory: str) -> dict[str, Any]:
+def run_resume(kind: str, layout: str, directory: str, **config: Any) -> dict[str, Any]:
     """Train half an epoch, save, finish; then load into fresh objects and finish again."""
-    parts = prepare(kind, layout)
+    parts = prepare(kind, layout, **config)
     train(parts, stop=3)
     parts["accelerator"].save_state(directory)
     local_bytes = parts["accelerator"].unit_of(parts["model"]).local_bytes()
     uninterrupted = train(parts, skip=3)
-    fresh = prepare(kind, layout)
+    fresh = prepare(kind, layout, **config)
     fresh["accelerator"].load_state(directory)
     resumed = train(fresh, skip=3)
     return {"uninterrupted": uninterrupted, "resumed": resumed, "local_bytes": local_bytes}

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.conformance import test_conformance, test_several, test_windows
+from tests.conformance import test_chunked_loss, test_conformance, test_several, test_windows
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
-MODULES = (test_conformance, test_several, test_windows)
+MODULES = (test_conformance, test_several, test_windows, test_chunked_loss)
 LAYOUTS = tuple(test_conformance.LAYOUTS)
 _BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_trainer import logging
 from accel_trainer.checkpoint.shards import local_tensor
 from accel_trainer.checkpoint.weights.weight_files import USERS_CLASS
-from accel_trainer.config import CompileConfig, FSDPConfig, Resolved
+from accel_trainer.config import CompileConfig, FSDPConfig, LossImplementation, Resolved
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast, apply_float8, keep_scales
 from accel_trainer.runtime.process import ProcessContext, form_group
@@ -263,7 +263,8 @@ class FSDP2Strategy(BaseStrategy):
         if (axis := self._meshes.axis("tp")) is not None:
             shard_layers(job.model, selection.plan, axis, selection.unsharded)
             draw_apart(job.model, selection.plan, axis)
-            if job.config.parallel.loss_parallel:
+            # A chunked loss leaves the vocabulary sharded anyway.
+            if job.config.parallel.loss_parallel and job.config.loss is LossImplementation.PLAIN:
                 shard_loss(job.model, axis)
         # A rank's experts are parameters of its own first; FSDP2 then shards them over the ranks with the same ones.
         for where, style in selection.experts.items():

@@ -476,7 +476,7 @@ class _SequenceForward:
                 value = output.get(name)
                 if isinstance(value, Tensor):
                     output[name] = _join(value, self.slices)[:, :length]
-                elif value is not None:
+                elif isinstance(value, tuple):
                     output[name] = tuple(_join(x, self.slices)[:, :length] for x in value)
         return output
 

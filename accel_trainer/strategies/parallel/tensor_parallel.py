@@ -28,6 +28,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.rng import OwnDraws
 from accel_trainer.runtime.torch_private import is_fake, own_parameters, version_of
 from accel_trainer.strategies.parallel.plans import STYLES, Plan, Style, planned_model, sharded_parameters
+from accel_trainer.techniques.chunked_loss import DeferredLogits
 
 _Function = Callable[[Tensor, dist.ProcessGroup], Tensor]
 _MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -281,7 +282,7 @@ class ShardedForward:
         if style.gives == "sum":
             return _sum(output, self.group)
         if style.gives == "join" and self.joins:
-            return _join(output, self.group)
+            return output.shard(self.group) if isinstance(output, DeferredLogits) else _join(output, self.group)
         if style.num_shared:
             kept, shared = output.split([output.shape[-1] - style.num_shared, style.num_shared], dim=-1)
             return torch.cat([kept, _copy(shared, self.group)], dim=-1)

@@ -31,7 +31,7 @@ from accel_trainer.accelerator.shared_state import (
 )
 from accel_trainer.checkpoint.checkpointer import SavePolicy
 from accel_trainer.checkpoint.reader import check_verify
-from accel_trainer.config import Resolved, Source, SourceKind, field_specs
+from accel_trainer.config import LossImplementation, Resolved, Source, SourceKind, field_specs
 from accel_trainer.config.description import documentation
 from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.config.schema import thaw
@@ -56,6 +56,8 @@ _OPTIONS = {
     "ema_decay": "ema_decay",
     "local_steps": "local_steps",
     "local_steps_after": "local_steps_after",
+    "loss_chunk_tokens": "loss_chunk_tokens",
+    "loss_implementation": "loss",
     "max_rollbacks": "max_rollbacks",
     "meters": "meters",
     "on_changed_run": "on_changed_run",
@@ -164,6 +166,8 @@ class TrainingArguments(transformers.TrainingArguments):
     max_pause_s: float = _argument(3600.0, "With on_save_error='pause': seconds after which the error is raised.")
     on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = _mirrored("on_nonfinite")
     on_changed_run: Literal["auto", "refuse", "warn"] = _mirrored("on_changed_run")
+    loss_implementation: Literal["plain", "chunked", "liger"] = _mirrored("loss_implementation")
+    loss_chunk_tokens: int | None = _mirrored("loss_chunk_tokens")
     local_steps: int | None = _mirrored("local_steps")
     local_steps_after: int = _mirrored("local_steps_after")
     outer_optimizer_lr: float | None = _mirrored("outer_optimizer_lr")
@@ -259,6 +263,7 @@ class TrainingArguments(transformers.TrainingArguments):
         self.resolved = resolve(options)
         if self.accelerator_config.use_configured_state:
             self.resolved = resolve(options | _options_of_state(self.resolved))
+        self._check_liger()
         self.use_cpu = self.resolved.config.use_cpu
         for name in _DATA_OPTIONS:  # so that arguments made of these, by to_dict() for instance, say the same
             setattr(self.accelerator_config, name, getattr(self.resolved.config.data, name))
@@ -300,6 +305,15 @@ class TrainingArguments(transformers.TrainingArguments):
                 raise ConfigError(
                     f"{name}={value!r} was given, and it counts samples or steps: use an integer of 1 or more"
                 )
+
+    def _check_liger(self) -> None:
+        fuses_loss = self.use_liger_kernel and (self.liger_kernel_config or {}).get("fused_linear_cross_entropy", True)
+        if fuses_loss and self.resolved.config.loss is not LossImplementation.PLAIN:
+            raise ConfigError(
+                "use_liger_kernel replaces the model's forward by one that makes its loss itself, and "
+                f"{self.resolved.describe('loss')} was given; leave one of them out, or take the other kernels with "
+                "liger_kernel_config={'fused_linear_cross_entropy': False}"
+            )
 
     def _derive_compile_options(self) -> None:
         if self.torch_compile_mode is not None or self.torch_compile_backend is not None:

@@ -37,6 +37,7 @@ SPECIAL = {
     "mixed_precision": "bf16",
     "output_dtype": "kept",
     "scheduler_steps": "per_process",
+    "loss": "chunked",
     "on_changed_run": "refuse",
     "on_nonfinite": "warn",
     "compile.mode": "max-autotune",

@@ -1,0 +1,83 @@
+"""`loss_chunk_tokens` and `loss_implementation` of the Trainer: the runs of whole logits, without these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accel_trainer.errors import ConfigError
+from accel_trainer.trainer import Trainer
+from tests.strategy_configs import needs_deepspeed
+from tests.trainer_jobs import arguments, build_trainer, on_ranks, train
+
+
+class Watching(Trainer):
+    """Notes whether training and evaluation have logits."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        self.seen = getattr(self, "seen", set()) | {(model.training, isinstance(outputs.get("logits"), torch.Tensor))}
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", pytest.param("zero3", marks=needs_deepspeed)])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_run_in_chunks_is_the_run_of_whole_logits(tmp_path: Path, strategy: str, accumulation: int):
+    options = {"uneven": True, "gradient_accumulation_steps": accumulation, "eval_strategy": "epoch"}
+    expected = on_ranks(strategy, train, str(tmp_path), **options)
+    found = on_ranks(strategy, train, str(tmp_path), **options, loss_chunk_tokens=7)
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("losses", "grad_norms", "eval_losses"):
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_smoothed_labels_need_no_logits(tmp_path: Path, model: str):
+    options: dict[str, Any] = {"model": model, "uneven": True, "label_smoothing_factor": 0.1}
+    options |= {"eval_strategy": "epoch", "gradient_accumulation_steps": 2}
+    found, expected = train(tmp_path, **options, loss_implementation="chunked"), train(tmp_path, **options)
+    for name in ("losses", "grad_norms", "eval_losses"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
+
+
+def watched(tmp_path: Path, **options: Any) -> Watching:
+    trainer = build_trainer(tmp_path, loss_implementation="chunked", **options)
+    trainer.__class__ = type("Trainer", (Watching, type(trainer)), {})
+    return trainer
+
+
+def test_training_and_the_evaluation_of_a_loss_alone_make_no_logits(tmp_path: Path):
+    trainer = watched(tmp_path, label_smoothing_factor=0.1)
+    trainer.train()
+    assert trainer.seen == {(True, False)}
+    trainer = watched(tmp_path, eval_strategy="epoch")
+    trainer.train()
+    assert trainer.seen == {(True, False), (False, False)}
+    predicted = trainer.predict(trainer.eval_dataset).predictions
+    expected = build_trainer(tmp_path, eval_strategy="epoch")
+    expected.train()
+    np.testing.assert_allclose(predicted, expected.predict(trainer.eval_dataset).predictions, atol=2e-4)
+
+
+def test_who_wants_logits_of_training_is_refused(tmp_path: Path):
+    def function(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return outputs.logits.sum()
+
+    with pytest.raises(ConfigError, match=r"compute_loss_func was given, .* and loss=chunked .* leave one of them out"):
+        build_trainer(tmp_path, loss_chunk_tokens=7, options={"compute_loss_func": function})
+    with pytest.raises(ConfigError, match=r"use_liger_kernel replaces .* loss=chunked \(from TrainingArguments\(loss_"):
+        arguments(tmp_path, use_liger_kernel=True, loss_chunk_tokens=7)
+    with pytest.raises(ConfigError, match=r"loss=chunked .*: BertForSequenceClassification has no head"):
+        build_trainer(tmp_path, model="bert", loss_implementation="chunked").train()
+
+
+def test_the_arguments_are_options_of_files_and_variables_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert arguments(tmp_path).resolved.config.loss == "plain"
+    given = arguments(tmp_path, loss_chunk_tokens=7).resolved
+    assert (given.config.loss, given.config.loss_chunk_tokens) == ("chunked", 7)
+    monkeypatch.setenv("ACCEL_TRAINER_LOSS", "chunked")
+    assert arguments(tmp_path).resolved.config.loss == "chunked"
