@@ -585,7 +585,7 @@ def check_chunked_loss(model: nn.Module, resolved: Resolved, device: torch.devic
             f"{origin}: {type(model).__name__} has no head by get_output_embeddings(), whose logits could be left out; "
             "expected a language model of transformers; set loss to plain"
         )
-    other = next((h for h in found[1] if type(h).__name__.removeprefix("FSDP") != "Linear"), None)
+    other = next((head for head in found[1] if type(head).forward is not nn.Linear.forward), None)
     if other is not None:
         raise ConfigError(
             f"{origin}: the head of {type(found[0]).__name__} is a {type(other).__module__}.{type(other).__name__}, "

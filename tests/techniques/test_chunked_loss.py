@@ -308,6 +308,9 @@ def test_compiled_models_make_their_loss_in_chunks(regional: bool):
 class Adapted(nn.Linear):
     """A head that is more than its weight."""
 
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden) * 2.0
+
 
 @pytest.mark.parametrize(
     ("config", "message"),
@@ -333,7 +336,7 @@ def test_models_without_a_plain_head_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"loss=chunked .*: Linear has no head by get_output_embeddings\(\)"):
         prepare(nn.Linear(2, 2))
     model = build()
-    model.lm_head.__class__ = Adapted
+    model.lm_head = Adapted(32, VOCABULARY)
     with pytest.raises(ConfigError, match=r"the head of LlamaForCausalLM is a .*\.Adapted, and a torch.nn.Linear is"):
         prepare(model)
     with pytest.raises(ConfigError, match=r"compile.fullgraph=true .* contradicts loss=chunked"):
