@@ -54,12 +54,6 @@ class Layout:
     env: Mapping[str, None] = field(default_factory=dict)
     """What a launcher sets, and none has for this one."""
 
-    def accelerator(self, *, meters: bool = False, **options: Any) -> Any:
-        """Make an Accelerator on this rank."""
-        from accel_trainer import Accelerator
-
-        config = {"strategy": self.strategy, **self.options, "meters": meters, "peak_flops": 1e12}
-        return Accelerator(cpu=True, config=config, **options)
     def accelerator(self, config: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> Any:
         """Make an Accelerator on this rank, with further options of the configuration."""
         from accel_trainer import Accelerator
@@ -116,7 +110,7 @@ CASES = [mark(name, kind=kind) for name, layout in LAYOUTS.items() for kind in l
 def prepare(kind: str, layout: str, *, accumulation: int = 1, frozen: bool = False, **config: Any) -> dict[str, Any]:
     """Prepare a model, optimizer, loader and scheduler on this rank."""
     # In one way of training, which takes a step of the model on tensors without memory.
-    accelerator = LAYOUTS[layout].accelerator(gradient_accumulation_steps=accumulation, meters=accumulation > 1)
+    config = {"meters": accumulation > 1, "peak_flops": 1e12, **config}
     accelerator = LAYOUTS[layout].accelerator(config, gradient_accumulation_steps=accumulation)
     # Each rank draws other values: rank 0's must count.
     model = build_model(kind, seed=accelerator.process_index)
