@@ -20,6 +20,7 @@ from accel_trainer.config.schema import LOW_ENDS, FieldSpec, RunConfig, field_sp
 
 SCHEMA_FILE = Path(__file__).with_name("config.schema.json")
 """The packaged copy of `json_schema`, for editors."""
+_MORE_FORMS = {"activation_checkpointing": ("object", "boolean")}  # {every: 2}, {ops: [...]}, and an unquoted off
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
 
@@ -67,7 +68,7 @@ def json_schema() -> dict[str, Any]:
 def _property(spec: FieldSpec) -> dict[str, Any]:
     result: dict[str, Any] = {"description": documentation().get(spec.path, "")}
     kinds = typing.get_args(spec.annotation) if isinstance(spec.annotation, types.UnionType) else (spec.annotation,)
-    words: list[str] = []
+    words: list[str] = [*_MORE_FORMS.get(spec.path, ())]
     for kind in kinds:
         if isinstance(kind, type) and issubclass(kind, StrEnum):
             result["enum"] = [str(member) for member in kind]

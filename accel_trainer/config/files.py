@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,7 +17,7 @@ from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer, Setting, SourceKind
 from accel_trainer.config.parallel import NOT_OFFERED
 from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key, thaw
-from accel_trainer.config.validation import show
+from accel_trainer.config.validation import BOOLEAN_WORDS, show
 from accel_trainer.errors import did_you_mean
 
 
@@ -75,7 +75,7 @@ def _translate(document: Document) -> tuple[Dialect, Layer]:
         found = "is empty" if content is None else f"holds {show(document.root.plain())}"
         layer.problems.append(f"{document.name} {found}; expected a mapping of options")
         return Dialect.OWN, layer
-    dialect, is_certain = _detect({key.name for key in content})
+    dialect, is_certain = _detect(content)
     # Both write numbers and booleans as text, too.
     layer.lenient = dialect in (Dialect.ACCELERATE, Dialect.FSDP_CONFIG)
     if dialect is Dialect.ACCELERATE:
@@ -92,9 +92,13 @@ def _translate(document: Document) -> tuple[Dialect, Layer]:
     return dialect, layer
 
 
-def _detect(names: Set[str]) -> tuple[Dialect, bool]:
+def _detect(content: Mapping[Key, Node]) -> tuple[Dialect, bool]:
     """Return the dialect of a file with these top-level keys, and whether any of them decided it."""
+    names = {key.name for key in content}
     shared = {"mixed_precision", "use_cpu", "debug", "gradient_accumulation_steps"}
+    # A policy is ours; true or false is a key of fsdp_config.
+    policy = "activation_checkpointing"
+    shared |= {key.name for key, node in content.items() if key.name == policy and _is_boolean(node.value)}
     own_keys = set(_OWN_KEYS) - shared
     accelerate_keys = accelerate.KNOWN_KEYS - shared
     # DeepSpeed has sections of the same names as some keys of the others.
@@ -111,6 +115,10 @@ def _detect(names: Set[str]) -> tuple[Dialect, bool]:
         if names & known:
             return dialect, True
     return Dialect.OWN, False
+
+
+def _is_boolean(value: Any) -> bool:
+    return str(value).strip().lower() in BOOLEAN_WORDS
 
 
 def to_file_dict(config: RunConfig, *, full: bool = False) -> dict[str, Any]:

@@ -241,7 +241,7 @@ class FSDPConfig:
     offload_params: bool = False
     """Keep parameters, gradients and optimizer state in CPU memory between uses."""
     activation_checkpointing: bool = False
-    """Compute the activations of wrapped layers again in the backward instead of keeping them."""
+    """The same as activation_checkpointing full, as files for accelerate spell it."""
     cpu_ram_efficient_loading: bool = False
     """Values may come from rank 0 alone, or from files of which each rank reads its shard; see docs/fsdp.md."""
     state_dict_type: StateDictType = StateDictType.FULL
@@ -402,6 +402,10 @@ class RunConfig:
     """Under ddp: each rank updates its own replica, and weights are exchanged every so many updates (local SGD)."""
     local_steps_after: int = 0
     """Updates with exchanged gradients that come before the first of `local_steps`: post-local SGD."""
+    activation_checkpointing: str = "off"
+    """What layers compute again in the backward: off, full, selective, every:N (full for each Nth), ops:KEPT,KEPT."""
+    activation_offload: bool = False
+    """Send what layers keep for the backward to host memory, and bring it back when it is needed."""
     data: DataConfig = field(default_factory=DataConfig)
     """Data loaders."""
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
@@ -430,6 +434,17 @@ class RunConfig:
     def __post_init__(self) -> None:
         # A caller's dict would make the tree mutable, and a mappingproxy could not be pickled.
         object.__setattr__(self, "deepspeed", FrozenDict(self.deepspeed))
+
+    @property
+    def recomputation(self) -> str:
+        """The policy of activation checkpointing in force, whichever of its two options asks for it."""
+        asked_for_shards = self.strategy == "fsdp2" and self.fsdp.activation_checkpointing
+        return "full" if asked_for_shards and self.activation_checkpointing == "off" else self.activation_checkpointing
+
+    @property
+    def recomputation_path(self) -> str:
+        """The option that asks for it, by dotted path."""
+        return f"{'fsdp.' if self.activation_checkpointing == 'off' else ''}activation_checkpointing"
 
 
 @dataclass(frozen=True, slots=True)

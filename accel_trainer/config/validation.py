@@ -136,7 +136,9 @@ def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | No
     # An option that may be None is written KIND | None.
     kind = typing.get_args(spec.annotation)[0] if isinstance(spec.annotation, types.UnionType) else spec.annotation
     result: Any
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
+    if spec.path == "activation_checkpointing":
+        result = _checkpointing_policy(value)
+    elif isinstance(kind, type) and issubclass(kind, StrEnum):
         result = _enum(kind, value, text)
     elif kind in _NUMBERS:
         result = _NUMBERS[kind](value, lenient)
@@ -240,6 +242,22 @@ def _str(value: Any, text: str | None) -> str:
     raise WrongValueError("text", _unquoted_hint(value, text))
 
 
+def _checkpointing_policy(value: Any) -> str:
+    """Return a policy as text: `{every: 2}` and `{ops: [aten.mm]}` of a file are `every:2` and `ops:aten.mm`."""
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((kind, rest),) = value.items()
+        value = f"{kind}:{','.join(map(str, rest)) if isinstance(rest, list | tuple) else rest}"
+    word = "".join(str(value).split())
+    if word.lower() in BOOLEAN_WORDS:  # YAML reads an unquoted off as false
+        return "full" if word.lower() in _TRUE_WORDS else "off"
+    if not re.fullmatch(r"off|full|selective|every:0*[1-9]\d*|ops:\w+(\.\w+)+(,\w+(\.\w+)+)*", word):
+        raise WrongValueError(
+            "'off', 'full', 'selective', 'every:N' with N from 1 on, or 'ops:NAME,NAME' with names in torch.ops such "
+            "as aten.mm"
+        )
+    return word
+
+
 def _names(value: Any, *, split: bool) -> tuple[str, ...]:
     if isinstance(value, str):
         parts = value.split(",") if split else [value]
@@ -311,9 +329,26 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
             f"{describe('loss_chunk_tokens')} contradicts {describe('loss')}, which has no chunks of a given size; "
             "leave one of them out",
         ),
+        *_activation_checks(config, describe),
         *_local_step_checks(config, describe),
     )
     return [*axis_problems(config, describe), *(problem for is_wrong, problem in checks if is_wrong)]
+
+
+def _activation_checks(config: RunConfig, describe: Callable[[str], str]) -> Iterator[tuple[bool, str]]:
+    """Yield contradictions about what layers keep for the backward: whether there is one, and the message."""
+    yield (
+        config.strategy == "fsdp2"
+        and config.fsdp.activation_checkpointing
+        and config.activation_checkpointing not in ("off", "full"),
+        f"{describe('fsdp.activation_checkpointing')} contradicts {describe('activation_checkpointing')}: it is "
+        "another spelling of activation_checkpointing=full; leave it out",
+    )
+    yield (
+        config.activation_offload and config.compile.backend != "no",
+        f"{describe('activation_offload')} contradicts {describe('compile.backend')}: a compiler decides by itself "
+        "what is kept; leave one of them out, or use activation_checkpointing, which it follows",
+    )
 
 
 def _local_step_checks(config: RunConfig, describe: Callable[[str], str]) -> Iterator[tuple[bool, str]]:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -307,7 +307,10 @@ def _distributed_type(config: RunConfig) -> str:
 def _engine_section(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return accelerate's section for the strategy, by its name; nothing where it has none."""
     if config.strategy == "fsdp2":
-        return {"fsdp_config": {f"fsdp_{key}": value for key, value in fsdp_keys(config.fsdp).items()}}
+        keys = fsdp_keys(replace(config.fsdp, activation_checkpointing=config.recomputation == "full"))
+        if config.activation_offload:
+            keys["activation_checkpointing_offload"] = True
+        return {"fsdp_config": {f"fsdp_{key}": value for key, value in keys.items()}}
     if config.strategy == "deepspeed":
         steps = config.accumulation.num_steps
         accumulation = {"gradient_accumulation_steps": steps} if steps > 1 else {}

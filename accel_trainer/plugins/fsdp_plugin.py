@@ -37,7 +37,10 @@ class FullyShardedDataParallelPlugin(OptionObject):
     min_num_params: int | None = None
     cpu_offload: Any = None
     """Whether parameters are kept in host memory: a bool, or an object with `offload_params`."""
-    activation_checkpointing: bool | None = None
+    activation_checkpointing: bool | str | None = None
+    """Whether layers are computed again in the backward, or by which policy: "selective", "every:2"."""
+    activation_checkpointing_offload: bool | None = None
+    """Whether what they keep for the backward goes to host memory."""
     cpu_ram_efficient_loading: bool | None = None
     state_dict_type: Any = None
     """"full" or "sharded"; also "FULL_STATE_DICT" and "SHARDED_STATE_DICT"."""
@@ -92,7 +95,7 @@ class FullyShardedDataParallelPlugin(OptionObject):
 
     def explicit(self) -> dict[str, Any]:
         """Return the options that were set, by dotted path."""
-        options = {"strategy": "fsdp2", **self._sharding()}
+        options = {"strategy": "fsdp2", **self._sharding(), **self._policy()}
         for name, path in {**DIRECT, **_OWN}.items():
             value = self._direct(name)
             if value is None:
@@ -117,9 +120,16 @@ class FullyShardedDataParallelPlugin(OptionObject):
         value = getattr(self, name, None)
         if name == "cpu_offload":
             return getattr(value, "offload_params", value)
+        if name in self._policy():
+            return None
         if value is not None and name in ("transformer_cls_names_to_wrap", "ignored_modules"):
             return (value,) if isinstance(value, str) else tuple(value)
         return value
+
+    def _policy(self) -> dict[str, Any]:
+        """Return `activation_checkpointing` where it is the name of a policy, which is an option of every strategy."""
+        policy = self.activation_checkpointing
+        return {"activation_checkpointing": policy} if isinstance(policy, str) else {}
 
     def _sharding(self) -> dict[str, Any]:
         if self.sharding_strategy is None:
@@ -151,6 +161,7 @@ class FSDPDescription:
     ignored_modules: str | None
     """One regular expression for the full names of all modules that are not sharded."""
     activation_checkpointing: bool
+    activation_checkpointing_offload: bool
     transformer_cls_names_to_wrap: list[str]
 
     @classmethod
@@ -171,7 +182,8 @@ class FSDPDescription:
             cpu_offload=CPUOffloadPolicy() if fsdp.offload_params else None,
             mixed_precision_policy=policy,
             ignored_modules="|".join(f"(?:{pattern})" for pattern in fsdp.ignored_modules) or None,
-            activation_checkpointing=fsdp.activation_checkpointing,
+            activation_checkpointing=resolved.config.recomputation != "off",
+            activation_checkpointing_offload=resolved.config.activation_offload,
             transformer_cls_names_to_wrap=list(fsdp.wrap_classes),
         )
 

@@ -55,10 +55,15 @@ class SideStream:
         for tensor in tensors:
             tensor.record_stream(computing)
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy between device and pinned memory after the work so far; `mark` tells when the host may use it."""
+    def copy(self, source: Tensor, target: Tensor, *, is_held: bool = False) -> None:
+        """Copy between device and pinned memory after the work so far; `mark` tells when the host may use it.
+
+        Args:
+            is_held: the caller keeps the device's side until the computing stream has waited for the copy.
+        """
         self._stream.wait_stream(self._streams.current_stream(self._device))
         with self.entered():
             target.copy_(source, non_blocking=True)
-        # The host may drop the device's side at once, long before the copy has read or written it.
-        (source if target.is_cpu else target).record_stream(self._stream)
+        if not is_held:
+            # The host may drop the device's side at once, long before the copy has read or written it.
+            (source if target.is_cpu else target).record_stream(self._stream)

@@ -132,10 +132,14 @@ PRIVATE_NAMES = {
     "torch.nn.Module._parameters": _REFUSED,
     "torch.nn.MultiheadAttention._reset_parameters": "values that a checkpoint lacks are reported as not initialised",
     "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": "exposed communication is not measured",
+    "torch.ops.aten.mm.default._schema": f"{_REFUSED}: activation_checkpointing selective or ops",
     "torch.optim.AdamW._step_supports_amp_scaling": "fp16: fused optimizers cost a kernel more",
     "torch.testing._internal.distributed.fake_pg.FakeStore": _PLANS,
     "torch.utils._python_dispatch.TorchDispatchMode": _PLANS,
     "torch.utils._pytree.tree_leaves": _REFUSED,
+    "torch.utils.checkpoint._CachingTorchDispatchMode": (
+        f"{_REFUSED}: activation_offload with activation_checkpointing selective or ops"
+    ),
     "torch.utils.data.DataLoader._IterableDataset_len_called": "torch may warn about the length of a stream",
     "torch.utils.data.DataLoader._get_iterator": (
         "overridden in data/loader.py: what workers draw would depend on where a pass begins, as with torch alone"
@@ -220,6 +224,28 @@ _world: Any = _bind("torch.distributed.distributed_c10d", "_world")
 OperationMode: Any = _bind("torch.utils._python_dispatch", "TorchDispatchMode")
 """Base class of contexts whose `__torch_dispatch__` is called for each operation within them."""
 _make_subclass = _bind("torch", "Tensor._make_subclass")
+
+
+def operation_argument(operation: Any, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the value that a call of an operation has for one of its arguments: that whose name is the first found.
+
+    Its default where the call gives none, 0 for a default of nothing; None where it has no argument of these names.
+    """
+    if not hasattr(operation, "overloadpacket"):  # of higher order: it takes what it likes
+        return None
+    schema = _need(operation, "torch.ops.aten.mm.default._schema")
+    for index, argument in enumerate(schema.arguments):
+        if argument.name in names:
+            given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            return 0 if given is None else given
+    return None
+
+
+def kept_results(context: Any) -> list[Any]:
+    """Return what the forward's context of selective checkpointing keeps: each has a tensor `val`, and `get_val`."""
+    storage = _need(context, "torch.utils.checkpoint._CachingTorchDispatchMode.storage")
+    return [leaf for leaf in tree_leaves(storage) if isinstance(getattr(leaf, "val", None), Tensor)]
+
 
 scaler_states: Callable[[torch.amp.GradScaler], dict[int, dict[str, Any]]] = attrgetter("_per_optimizer_states")
 """By the id of an optimizer, a GradScaler's notes on its present step: `found_inf_per_device`, for one."""

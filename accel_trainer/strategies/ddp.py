@@ -23,6 +23,7 @@ from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, StepOutcome, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
 from accel_trainer.strategies.gradients import LossScale, has_any, leaves_of
+from accel_trainer.strategies.layers import select_layers
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.optimizers import check_frozen
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
@@ -229,6 +230,7 @@ class DDPStrategy(BaseStrategy):
         require_values(job.model)
         if job.comm_hook is not None:
             job.comm_hook.check(process.device)
+        select_layers(job)
         check_optimizers(job)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DDPUnit:

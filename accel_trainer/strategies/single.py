@@ -30,6 +30,7 @@ from accel_trainer.strategies.api import (
 )
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.gradients import LossScale
+from accel_trainer.strategies.layers import select_layers, treat_activations
 from accel_trainer.strategies.optimizers import check_disjoint, check_optimizer_belongs
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO, state_follows_parameters
 from accel_trainer.techniques.ema import build_averages, check_averaging
@@ -81,6 +82,7 @@ def prepare_module(module: nn.Module, job: TrainJob, precision: PrecisionPolicy,
     apply_float8(module, precision)
     place(module, job, process)
     apply_autocast(module, precision)
+    treat_activations(job, select_layers(job), process.device)
     apply_compile(module, job.config.compile, job.compile_options)
 
 
@@ -283,6 +285,7 @@ class SingleStrategy(BaseStrategy):
         """Refuse a model without values, and optimizers of something else."""
         if not job.is_offloaded:
             require_values(job.model)
+        select_layers(job)
         check_optimizers(job)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> NativeUnit:

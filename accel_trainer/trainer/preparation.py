@@ -144,8 +144,7 @@ def _check_options(args: TrainingArguments, accelerator: Accelerator) -> None:
             f"{describe('on_nonfinite')} goes back to checkpoints, and save_only_model=True leaves out their optimizer "
             "and schedule; leave one of the two out"
         )
-    if facts.shards_parameters:
-        check_recomputation(args, accelerator.resolved)
+    check_recomputation(args, accelerator.resolved)
     if args.auto_find_batch_size and facts.builds_engine:
         raise ConfigError(
             f"auto_find_batch_size is set with strategy {accelerator.strategy.name!r}, whose engine is built for one "

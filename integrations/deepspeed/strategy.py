@@ -27,6 +27,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states, share_buffers_in_evaluation
 from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.layers import select_layers, treat_activations
 from accel_trainer.strategies.optimizers import OptimizerPlaceholder, check_kind
 from accel_trainer.strategies.own_methods import (
     gather_in_save_pretrained,
@@ -158,6 +159,7 @@ class DeepSpeedStrategy(BaseStrategy):
         """Refuse a job that the engine cannot prepare; DeepSpeed is not imported for that."""
         refuse_lazy(job.model)
         require_values(job.model)
+        select_layers(job)
         check_optimizers(job)
         config = _resolve_job(job, process)
         if config.stage == 0:
@@ -196,6 +198,7 @@ class DeepSpeedStrategy(BaseStrategy):
             return _replicate(job, precision, process)
         release_earlier(job.model)
         make_contiguous(job.model, "DeepSpeed")
+        treat_activations(job, select_layers(job), process.device)
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
         placeholder = optimizer if isinstance(optimizer, OptimizerPlaceholder) else None

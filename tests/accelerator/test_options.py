@@ -268,7 +268,8 @@ FSDP_FIELDS: dict[str, tuple[Any, str, Any]] = {
 
 def test_every_field_of_the_fsdp_plugin_is_tried_here():
     fields = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
-    assert fields == {*FSDP_FIELDS, "fsdp_version", "sharding_strategy", *FSDP1_WITHOUT_EFFECT, *FSDP1_REFUSED}
+    others = {"fsdp_version", "sharding_strategy", "activation_checkpointing_offload"}
+    assert fields == {*FSDP_FIELDS, *others, *FSDP1_WITHOUT_EFFECT, *FSDP1_REFUSED}
     paths = {field.name for field in dataclasses.fields(resolve(environ={}).config.fsdp)}
     assert paths == {path for _, path, _ in FSDP_FIELDS.values()}
 
@@ -282,6 +283,13 @@ def test_a_field_of_the_fsdp_plugin_reaches_the_configuration(name: str):
     assert getattr(resolve(environ={}).config.fsdp, path) != expected  # or nothing was shown
     others = [p for p in resolved.sources if p.startswith("fsdp.") and p != f"fsdp.{path}"]
     assert {resolved.source(p).kind.value for p in others} == {"default"}
+
+
+def test_a_policy_of_checkpointing_and_the_offload_are_options_of_every_strategy():
+    plugin = FullyShardedDataParallelPlugin(activation_checkpointing="every:2", activation_checkpointing_offload=True)
+    config = configured(fsdp_plugin=plugin).config
+    assert (config.recomputation, config.activation_offload) == ("every:2", True)
+    assert not config.fsdp.activation_checkpointing
 
 
 def test_a_callable_policy_is_kept_beside_the_configuration():

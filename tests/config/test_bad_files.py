@@ -298,9 +298,8 @@ OF_HUGGING_FACE = {
         "and to true; keep one of the two",
     ),
     "accelerate offload ac": (
-        "distributed_type: FSDP\nfsdp_config:\n  fsdp_activation_checkpointing_offload: true\n",
-        "fsdp_config.fsdp_activation_checkpointing_offload at train.yaml:3 is true, which is not offered: "
-        "activations are kept on the device or computed again; remove the key",
+        "distributed_type: FSDP\nfsdp_config:\n  fsdp_activation_checkpointing_offload: perhaps\n",
+        "fsdp_config.fsdp_activation_checkpointing_offload at train.yaml:3 is 'perhaps'; expected true or false",
     ),
     "accelerate size": (
         "distributed_type: FSDP\nfsdp_config:\n  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n  fsdp_min_num_params: 0\n",

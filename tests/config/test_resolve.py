@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from accel_trainer.config import Source, SourceKind, field_specs, read_file, resolve
+from accel_trainer.config.files import to_file_dict
 from accel_trainer.errors import ConfigError
 
 
@@ -268,3 +269,59 @@ def test_the_configuration_imports_no_torch_and_yaml_only_when_needed():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.split() == ["False", "[]"]
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("selective", "selective"),
+        ("off", "off"),  # which YAML reads as false
+        ("true", "full"),
+        ("{every: 2}", "every:2"),
+        ("every:2", "every:2"),
+        ("{ops: [aten.mm, aten.addmm.default]}", "ops:aten.mm,aten.addmm.default"),
+        ("ops:aten.mm", "ops:aten.mm"),
+    ],
+)
+def test_a_policy_of_checkpointing_in_every_form(tmp_path, text, policy):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"strategy: ddp\nactivation_checkpointing: {text}\n")  # true alone is a key of fsdp_config
+
+    config = resolve(file=file).config
+    assert config.activation_checkpointing == config.recomputation == policy
+    assert resolve(file=to_file_dict(config)).config == config
+    if "{" not in text:
+        given = {"explicit": {"strategy": "ddp"}, "environ": {"ACCEL_TRAINER_ACTIVATION_CHECKPOINTING": text}}
+        flags = {"strategy": "ddp", "activation_checkpointing": text}
+        assert resolve(**given).config == config == resolve(flags=flags).config
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["every:0", "{every: two}", "{every: 2, ops: [aten.mm]}", "'ops:'", "ops:mm", "{ops: [aten.mm, 3]}", "[full]"],
+)
+def test_what_is_no_policy_of_checkpointing_is_refused(tmp_path, text):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"activation_checkpointing: {text}\n")
+
+    message = r"run\.yaml:1 is .*; expected 'off', 'full', 'selective', 'every:N' with N from 1 on, or 'ops:NAME"
+    with pytest.raises(ConfigError, match=message):
+        resolve(file=file)
+
+
+def test_the_spelling_of_fsdp_means_full_and_contradicts_other_policies():
+    given = {"strategy": "fsdp2", "fsdp.activation_checkpointing": True}
+    assert resolve(explicit=given).config.recomputation == "full"
+    assert resolve(explicit=given | {"strategy": "ddp"}).config.recomputation == "off"
+    assert resolve(explicit=given | {"activation_checkpointing": "full"}).config.recomputation == "full"
+    with pytest.raises(
+        ConfigError, match=r"fsdp\.activation_checkpointing=true .* contradicts activation_check.*selective"
+    ):
+        resolve(explicit=given | {"activation_checkpointing": "selective"})
+
+
+def test_the_offload_of_activations_contradicts_a_compiler():
+    with pytest.raises(
+        ConfigError, match=r"activation_offload=true .* contradicts compile\.backend=inductor .* a compiler"
+    ):
+        resolve(explicit={"activation_offload": True, "compile.backend": "inductor"})

@@ -25,6 +25,8 @@ JSON_VALUES = st.recursive(
     max_leaves=5,
 )
 SPECIAL = {
+    "activation_checkpointing": st.sampled_from(["off", "full", "selective", "every:3", "ops:aten.mm,aten.addmm"]),
+    "activation_offload": st.just(False),  # a compiler contradicts it
     "compile.mode": st.sampled_from(COMPILE_MODES),
     "deepspeed": st.dictionaries(TEXTS, JSON_VALUES, max_size=3),
     "fsdp.ignored_modules": st.lists(NAMES, max_size=2).map(tuple),

@@ -35,6 +35,7 @@ DIRECT = {
     "transformer_cls_to_wrap": "fsdp.wrap_classes",
     "transformer_cls_names_to_wrap": "fsdp.wrap_classes",
     "activation_checkpointing": "fsdp.activation_checkpointing",
+    "activation_checkpointing_offload": "activation_offload",
     "cpu_ram_efficient_loading": "fsdp.cpu_ram_efficient_loading",
     "ignored_modules": "fsdp.ignored_modules",
     "forward_prefetch": "fsdp.forward_prefetch",
@@ -57,7 +58,6 @@ _WRITTEN = (
 WITHOUT_EFFECT = ("use_orig_params", "sync_module_states", "limit_all_gathers")
 """Keys of FSDP1 that FSDP2 has no choice of."""
 _NOT_OFFERED = {
-    "activation_checkpointing_offload": "activations are kept on the device or computed again; remove the key",
     "mixed_precision_policy": "set mixed_precision at the top level",
     **dict.fromkeys(
         ("state_dict_config", "optim_state_dict_config"),
@@ -96,7 +96,10 @@ def own_name_hint(name: str) -> str:
     """Return a hint for a Hugging Face key that stands in our own `fsdp` section, or an empty string."""
     named = {key: path for key, (path, _) in NAMED.items()}
     path = (DIRECT | named | dict.fromkeys(_SHARDING, "fsdp.reshard_after_forward")).get(_bare(name))
-    return f"; here it is called {path.removeprefix('fsdp.')!r}" if path else ""
+    if path is None:
+        return ""
+    name = path.removeprefix("fsdp.")
+    return f"; here it is called {name!r}{', outside of the section' * (name == path)}"
 
 
 def translate_file(document: Document, content: Mapping[Key, Node], layer: Layer) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.shards import local_tensor
@@ -56,6 +55,7 @@ from accel_trainer.strategies.fsdp2.wrapping import (
     units_below_root,
     warn_of_one_unit,
 )
+from accel_trainer.strategies.layers import treat_activations
 from accel_trainer.strategies.own_methods import refuse_copies, refuse_second_backward
 from accel_trainer.strategies.parallel.meshes import Meshes, sizes_of
 from accel_trainer.strategies.parallel.sequence_parallel import shard_sequences
@@ -238,8 +238,7 @@ class FSDP2Strategy(BaseStrategy):
         _prepare_unsharded(selection, precision, process.device)
         # Each of the next three puts a forward of its own on modules, around the one that is there: what is recomputed
         # in the backward is the innermost.
-        if config.activation_checkpointing:
-            apply_activation_checkpointing(selection.layers)
+        treat_activations(job, selection.treated, process.device)
         self._shard_layers(job, selection, process)
         if precision.output is not None:
             # Of the whole model alone, and not by FSDP2's policy, which would cast logits that the loss was made of.
@@ -368,6 +367,8 @@ def _warn_of_unused_options(job: TrainJob, precision: PrecisionPolicy) -> None:
     left_out = [f"fsdp.{name}" for name in changed if name != "state_dict_type"]
     left_out += ["mixed_precision"] if precision.compute is not None else []
     left_out += ["compile.backend"] if job.config.compile.backend != "no" else []
+    left_out += ["activation_checkpointing"] if job.config.activation_checkpointing != "off" else []
+    left_out += ["activation_offload"] if job.config.activation_offload else []
     if left_out:
         described = ", ".join(map(job.resolved.describe, left_out))
         logger.warning("%s is sharded already and is taken as it is, without: %s", type(job.model).__name__, described)
@@ -403,52 +404,3 @@ def _gather_outer_units(model: nn.Module, outer: OuterUnits) -> None:
         # by the norm; torch 2.11 gathers one no second time that was left before its last module.
         outer.body.register_forward_hook(lambda module, args, output: head.unshard())
         model.register_forward_hook(lambda module, args, output: reshard_after_inference(head, args, output))
-
-
-# --- activation checkpointing ----------------------------------------------------------------------------------------
-
-
-class CheckpointedForward:
-    """A module's forward whose activations are recomputed in the backward. Lives in the module's `forward` attribute.
-
-    A forward that somebody has put on the instance before is the one that runs.
-    """
-
-    # Not torch's checkpoint_wrapper: names of parameters would carry its prefix, and the module would not pickle.
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._forward())
-
-    def _forward(self) -> Callable[..., Any]:
-        return self.inner or partial(type(self.module).forward, self.module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own forward, keeping only its inputs for the backward."""
-        if not torch.is_grad_enabled():
-            return self._forward()(*args, **kwargs)
-        args = tuple(None if _is_cache(value) else value for value in args)
-        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
-        if kwargs.get("use_cache"):
-            kwargs["use_cache"] = False
-        return checkpoint(self._forward(), *args, use_reentrant=False, **kwargs)
-
-
-def _is_cache(value: Any) -> bool:
-    """Whether `value` holds the keys and values of earlier tokens."""
-    # A block that runs twice would add its own twice.
-    is_cache = callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
-    if is_cache:
-        logger.warning_once("activation checkpointing leaves caches of keys and values out of the forward in training")
-    return is_cache
-
-
-def apply_activation_checkpointing(blocks: Sequence[nn.Module]) -> None:
-    """Recompute the activations of each block in the backward; a block that already does so is left alone."""
-    for block in blocks:
-        if not isinstance(block.__dict__.get("forward"), CheckpointedForward):
-            block.forward = CheckpointedForward(block)

@@ -18,6 +18,7 @@ from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import PrecisionPolicy, refuse_8bit_shards
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import TrainJob, WrapPolicyFunction
+from accel_trainer.strategies.layers import declared_blocks, select_layers
 from accel_trainer.strategies.parallel.meshes import sizes_of
 from accel_trainer.strategies.parallel.plans import Plan, plan_experts, plan_layers
 from accel_trainer.strategies.parallel.sequence_parallel import find_language_model
@@ -43,6 +44,8 @@ class Selection(NamedTuple):
 
     layers: Sequence[nn.Module] = ()
     """Units of sharding below the root, but the outer ones."""
+    treated: Sequence[nn.Module] = ()
+    """Those whose activations are treated as configured."""
     outer: OuterUnits = OuterUnits()
     ignored: Sequence[nn.Module] = ()
     unsharded: frozenset[nn.Parameter] = frozenset()
@@ -70,13 +73,14 @@ def select_modules(job: TrainJob, precision: PrecisionPolicy, process: ProcessCo
     # fully_shard cuts along rows, and a scalar has none: CLIP's scale of logits is one.
     unsharded = {p for p in model.parameters() if p.ndim == 0 or not p.numel()}  # torch scatters no empty gradient
     unsharded.update(p for module in ignored for p in module.parameters())
-    _check_combination(job, layers, unsharded)
+    treated = select_layers(job, layers)
+    _check_combination(job, unsharded)
     refuse_8bit_shards(model)
     own_choice = job.wrap_policy is not None or job.config.fsdp.wrap_policy != WrapPolicy.TRANSFORMER
     outer = OuterUnits() if own_choice else find_outer_units(model, layers, unsharded)
     if precision.compute is None:  # else they are upcast
-        _check_trained_dtypes(model, units_below_root(model, Selection(layers, outer)), unsharded)
-    return _with_plans(Selection(layers, outer, ignored, frozenset(unsharded)), job, process)
+        _check_trained_dtypes(model, units_below_root(model, Selection(layers, outer=outer)), unsharded)
+    return _with_plans(Selection(layers, treated, outer, ignored, frozenset(unsharded)), job, process)
 
 
 def _with_plans(selection: Selection, job: TrainJob, process: ProcessContext) -> Selection:
@@ -100,14 +104,9 @@ def _with_plans(selection: Selection, job: TrainJob, process: ProcessContext) ->
     return selection
 
 
-def _check_combination(job: TrainJob, layers: Sequence[nn.Module], unsharded: Set[nn.Parameter]) -> None:
+def _check_combination(job: TrainJob, unsharded: Set[nn.Parameter]) -> None:
     """Refuse options that exclude each other, before anything is changed."""
-    config, name = job.config.fsdp, type(job.model).__name__
-    if config.activation_checkpointing and not layers:
-        raise ConfigError(
-            f"{job.resolved.describe('fsdp.activation_checkpointing')}: no module of {name} is a unit of its own whose "
-            "activations could be computed again; name its block classes in fsdp.wrap_classes"
-        )
+    name = type(job.model).__name__
     if unsharded and job.loss_scale is not None:
         raise ConfigError(
             f"{job.resolved.describe('fsdp.ignored_modules')}: {len(unsharded)} parameter(s) of {name} stay whole, "
@@ -151,12 +150,6 @@ def _blocks_by_class(model: nn.Module, class_names: Iterable[str], origin: str) 
             )
     wanted = set(class_names)
     return [module for module in model.modules() if type(module).__name__ in wanted]
-
-
-def _declared_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the submodules of the classes in the `_no_split_modules` of the model and its submodules."""
-    declared = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-    return [module for module in model.modules() if type(module).__name__ in declared]
 
 
 def _blocks_by_function(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
@@ -203,7 +196,7 @@ def find_blocks(model: nn.Module, resolved: Resolved, policy: WrapPolicyFunction
     elif config.wrap_classes:
         chosen = _blocks_by_class(model, config.wrap_classes, resolved.describe("fsdp.wrap_classes"))
     else:
-        chosen = _declared_blocks(model)
+        chosen = declared_blocks(model)
     picked = {id(module) for module in chosen}
     # ModuleList and ModuleDict have no forward, so a unit made of one would never gather its parameters.
     return [

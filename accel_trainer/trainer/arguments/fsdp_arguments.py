@@ -98,11 +98,13 @@ def recomputes_activations(args: TrainingArguments) -> bool:
 
 
 def check_recomputation(args: TrainingArguments, resolved: Resolved) -> None:
-    """Raise ConfigError where arguments and `fsdp_config` would both recompute activations in the backward."""
-    if recomputes_activations(args) and resolved.config.fsdp.activation_checkpointing:
+    """Raise ConfigError where both the model's own method and our policy would recompute activations."""
+    if recomputes_activations(args) and resolved.config.recomputation != "off":
+        path = resolved.config.recomputation_path
+        kept = "the one in fsdp_config" if path.startswith("fsdp.") else "the policy"
         raise ConfigError(
-            "activation_checkpointing is set in the arguments and in fsdp_config, and both would recompute the "
-            "same layers; keep the one in fsdp_config"
+            f"activation_checkpointing=True (or gradient_checkpointing=True) is set in the arguments, and "
+            f"{resolved.describe(path)}: both would recompute the same layers; keep {kept}"
         )
 
 

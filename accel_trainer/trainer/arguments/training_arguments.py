@@ -46,6 +46,8 @@ logger = logging.get_logger(__name__)
 
 # Option that an argument sets. One at its default was not given: a file or the environment may decide.
 _OPTIONS = {
+    "activation_checkpointing_policy": "activation_checkpointing",
+    "activation_offload": "activation_offload",
     "checkpoint_uri": "checkpoint_uri",
     "data_seed": "data.data_seed",
     "ddp_broadcast_buffers": "ddp.broadcast_buffers",
@@ -132,7 +134,8 @@ class TrainingArguments(transformers.TrainingArguments):
     """Upstream's TrainingArguments with the same fields, running on accel_trainer.
 
     Differences: `fsdp_config` and `deepspeed` also take YAML, `accelerate config` files and packaged names, and refuse
-    unknown keys; `ddp_timeout` holds on every device; `fsdp` and `deepspeed` with `use_cpu` shard on the CPU.
+    unknown keys; `ddp_timeout` holds on every device; `fsdp` and `deepspeed` with `use_cpu` shard on the CPU;
+    `activation_checkpointing` also takes what `activation_checkpointing_policy` does.
 
     Attributes:
         resolved: every option of the run with its origin.
@@ -142,6 +145,7 @@ class TrainingArguments(transformers.TrainingArguments):
     if TYPE_CHECKING:
         # Fields of upstream's that are assigned here; with defaults, or they would be required arguments.
         accelerator_config: Any = None
+        activation_checkpointing: Any = None
         deepspeed: Any = None
         fsdp: Any = None
         fsdp_config: Any = None
@@ -170,6 +174,8 @@ class TrainingArguments(transformers.TrainingArguments):
     loss_chunk_tokens: int | None = _mirrored("loss_chunk_tokens")
     local_steps: int | None = _mirrored("local_steps")
     local_steps_after: int = _mirrored("local_steps_after")
+    activation_checkpointing_policy: str = _mirrored("activation_checkpointing_policy")
+    activation_offload: bool = _mirrored("activation_offload")
     outer_optimizer_lr: float | None = _mirrored("outer_optimizer_lr")
     outer_optimizer_momentum: float = _mirrored("outer_optimizer_momentum")
     outer_optimizer_nesterov: bool = _mirrored("outer_optimizer_nesterov")
@@ -242,6 +248,8 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def __post_init__(self) -> None:
         """Resolve the configuration, then let upstream derive and check the rest."""
+        if isinstance(asked := getattr(self, "activation_checkpointing", None), str | Mapping):
+            vars(self).update(activation_checkpointing_policy=asked, activation_checkpointing=None)
         untouched = [item.name for item in fields(self) if getattr(self, item.name) == _default(item)]
         self.check_batch_sizes()
         self.accelerator_config, given_options = _read_accelerator_config(self.accelerator_config)

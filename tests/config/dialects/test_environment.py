@@ -34,6 +34,7 @@ LAUNCHED_BY_ACCELERATE = {
 
 SAMPLES = {bool: "true", int: "3", float: "2.5", str: "x"}
 SPECIAL = {
+    "activation_checkpointing": "every:2",
     "mixed_precision": "bf16",
     "output_dtype": "kept",
     "scheduler_steps": "per_process",

@@ -19,6 +19,7 @@ def values(content):
         ("cpu_offload", True, "fsdp.offload_params", True),
         ("offload_params", "true", "fsdp.offload_params", True),
         ("activation_checkpointing", "True", "fsdp.activation_checkpointing", True),
+        ("activation_checkpointing_offload", "True", "activation_offload", True),
         ("cpu_ram_efficient_loading", 1, "fsdp.cpu_ram_efficient_loading", True),
         ("auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "fsdp.wrap_policy", "transformer"),
         ("auto_wrap_policy", "size_based_wrap", "fsdp.wrap_policy", "size"),
@@ -89,7 +90,6 @@ def test_keys_of_fsdp1_are_named_in_one_note(version, text):
         ("xla", True),
         ("xla_fsdp_settings", {"compute_dtype": "bfloat16"}),
         ("xla_fsdp_grad_ckpt", "true"),
-        ("activation_checkpointing_offload", True),
         ("mixed_precision_policy", {"param_dtype": "bfloat16"}),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from accel_trainer.strategies.fsdp2.strategy import apply_activation_checkpointing
+from accel_trainer.techniques.activation_checkpointing import treat_layers
 from tests.ranks import preload
 from tests.scenarios import Scenarios, refused
 from tests.sharded import batch, build, full, own_rows, prepare
@@ -130,8 +130,8 @@ def test_language_models_with_a_cache_can_be_checkpointed():
 def test_a_checkpointed_block_pickles_and_copies_and_keeps_its_signature():
     model = build()
     expected = inspect.signature(model.blocks[0].forward)
-    apply_activation_checkpointing(list(model.blocks))
-    apply_activation_checkpointing(list(model.blocks))
+    treat_layers(model.blocks, "full")
+    treat_layers(model.blocks, "full")
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin.blocks[0].forward.module is twin.blocks[0]
         assert twin.blocks[0].forward.inner is None
@@ -142,7 +142,7 @@ def test_a_checkpointed_block_pickles_and_copies_and_keeps_its_signature():
 
 def test_without_gradients_nothing_is_computed_again():
     model = build()
-    apply_activation_checkpointing(list(model.blocks))
+    treat_layers(model.blocks, "full")
     with torch.no_grad():
         model(batch())
     assert [block.runs for block in model.blocks] == [1, 1, 1]
