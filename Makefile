@@ -13,9 +13,13 @@ PYTHON ?= $(firstword $(foreach python,$(CANDIDATES),$(shell \
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-INSTALL := $(PIP) install --quiet --constraint constraints.txt
+CONSTRAINTS := constraints.txt
+INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS)
+EXTRAS := examples,test
 
 TORCH := torch==2.13.0
+# Releases of torch that PART is run on besides the pinned one: the oldest that is supported, between, and the newest.
+TORCHES := 2.11.0 2.12.1 2.14.1 2.15.0
 ACCELERATE := accelerate==1.15.0
 # Libraries around transformers that tests/ecosystem trains with, each with what only it needs.
 ECOSYSTEM := peft==0.21.2 bitsandbytes==0.50.2 $(ACCELERATE) psutil
@@ -37,6 +41,16 @@ STORES := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5
 # What to run: make test TESTS=tests/config PYTEST_ARGS="-x -k yaml"
 TESTS ?=
 MATRIX_TESTS ?= tests/trainer tests/test_imports.py
+# What other releases of torch and Python, and the lowest of all requirements, are tried with: each strategy trains, saves,
+# resumes and is compared; compile, precisions, launcher, reports of hangs, planner and private names.
+PART ?= tests/conformance tests/runtime tests/integrations tests/test_precision.py tests/test_imports.py \
+	$(addprefix tests/strategies/,test_ddp.py test_single.py test_gradients.py fsdp2 parallel/test_tensor_parallel.py) \
+	$(addprefix tests/accelerator/,test_checkpointing.py test_resume.py test_prepared.py test_collectives_per_step.py \
+		test_waits_per_step.py) \
+	tests/checkpoint/test_torch_files.py tests/data/test_loader.py tests/data/test_prefetch_to_device.py \
+	tests/contrib/test_planner.py tests/launch/test_launch.py tests/launch/test_torchrun.py \
+	$(addprefix tests/trainer/,test_training.py test_parallel_layouts.py test_deepspeed.py test_nonfinite.py \
+		checkpoint/test_resuming.py arguments/test_field_effects.py)
 PYTEST_ARGS ?=
 # Processes that share the files of the whole suite: ranks and launchers wait for each other half of their time.
 WORKERS ?= 2
@@ -114,6 +128,25 @@ $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: $(VENV)/.installed .
 		'import transformers; assert transformers.__version__ == "$*", transformers.__version__'
 	$(call with_path,transformers-$*) $(PYTEST) $(SHARED) $(MATRIX_TESTS)
 
+.PHONY: test-part
+test-part: $(VENV)/.installed ## run a part of the tests that shows whether another torch or Python will do: a few minutes
+	$(PYTEST) $(SHARED) $(PART)
+
+.PHONY: test-torch
+test-torch: $(TORCHES:%=test-torch-%) ## run that part on the oldest and the newest torch, and between
+
+.PHONY: $(TORCHES:%=test-torch-%)
+$(TORCHES:%=test-torch-%): test-torch-%: .compat/torch-%.txt
+	$(MAKE) VENV=.compat/torch-$* CONSTRAINTS=$< TORCH=torch==$* test-part
+
+.PHONY: test-python
+test-python: ## run that part on another Python: make test-python PYTHON=/path/to/python3.13
+	$(MAKE) VENV=.compat/$(notdir $(PYTHON)) test-part
+
+.PHONY: test-floors
+test-floors: .compat/floors.txt ## run that part on the lowest releases that pyproject.toml accepts
+	$(MAKE) VENV=.compat/floors CONSTRAINTS=$< TORCH=torch test-part
+
 .PHONY: docs
 docs: $(VENV)/.installed .compat/docs/.installed ## build the documentation into site/, strictly, and open pages in a browser
 	$(BIN)/python -m tests.documents.site .compat/docs/bin/zensical
@@ -161,12 +194,12 @@ $(VENV)/.created:
 	@touch $@
 
 # torch first: the largest wheel, and the one whose build (CPU, CUDA) the machine's own pip configuration chooses.
-$(VENV)/.torch: constraints.txt | $(VENV)/.created
+$(VENV)/.torch: $(CONSTRAINTS) | $(VENV)/.created
 	$(INSTALL) $(TORCH) setuptools wheel
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(INSTALL) --no-build-isolation --editable '.[examples,test]'
+	$(INSTALL) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
@@ -203,3 +236,11 @@ $(VENV)/.dev: $(VENV)/.installed
 	rm -rf $(@D)
 	$(PIP) install --quiet --no-deps --target $(@D) transformers==$* $(NEEDS_$*)
 	@touch $@
+
+.compat/torch-%.txt: constraints.txt
+	@mkdir -p $(@D)
+	sed 's/^torch==.*/torch==$*/' $< >$@
+
+.compat/floors.txt: pyproject.toml tests/release/floors.py | $(VENV)/.created
+	@mkdir -p $(@D)
+	$(BIN)/python -m tests.release.floors >$@

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from accel_trainer.runtime.torch_private import SEEN_IN
+from tests.release.floors import floors
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
@@ -188,6 +191,8 @@ def imported_modules() -> set[str]:
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
     return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"accel_trainer", "annotationlib"}
+    newer = {"annotationlib"}  # of Python 3.14
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - newer - {"accel_trainer"}
 
 
 def test_every_requirement_is_imported_and_every_import_is_declared():
@@ -201,6 +206,16 @@ def test_the_constraints_pin_every_requirement_exactly():
     pins = pinned()
     assert pins["torch"] == "2.13.0"
     assert DECLARED - {normalized(PROJECT["project"]["name"])} - set(pins) == set()
+
+
+def test_other_releases_are_tried_from_the_lowest_that_is_accepted():
+    lowest, makefile = floors(*EXTRAS), (ROOT / "Makefile").read_text()
+    assert all(re.fullmatch(r"\d+(\.\d+)+", version) for version in lowest.values()), lowest
+    names = ("TORCHES", "TRANSFORMERS")
+    torches, transformers = (re.search(rf"^{name} := (.+)$", makefile, re.M)[1].split() for name in names)
+    assert torches[0].startswith(f"{lowest['torch']}.")
+    assert transformers[0].startswith(f"{lowest['transformers']}.")
+    assert set(SEEN_IN) >= {torches[0], torches[-1], pinned()["torch"]}
 
 
 def pinned() -> dict[str, str]:

@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from tests.conformance import test_chunked_loss, test_conformance, test_several, test_windows
+from tests.conformance import test_conformance, test_several, test_windows
+from tests.release.floors import PROJECT, floors
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -60,12 +62,17 @@ def _states() -> str:
 def _versions() -> str:
     pins = dict(re.findall(r"^([\w-]+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     makefile = (ROOT / "Makefile").read_text()
-    older = re.findall(r"^TRANSFORMERS := (.*)$", makefile, re.MULTILINE)
+    names = ("TORCHES", "TRANSFORMERS")
+    torches, older = (re.findall(rf"^{name} := (.*)$", makefile, re.MULTILINE)[0] for name in names)
+    pythons = re.findall(r":: Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     around = re.findall(r"([\w-]+)==(\S+)", " ".join(re.findall(r"^ECOSYSTEM .*$", makefile, re.MULTILINE)))
     of_the_suite = ("torch", "transformers", "deepspeed", "numpy", "safetensors", "datasets", "evaluate")
     rows = {
         "`make test`": [f"{name} {pins[name]}" for name in of_the_suite],
-        "`make test-matrix` (the Trainer's)": [f"transformers {version}" for version in " ".join(older).split()],
+        "`make test-matrix` (the Trainer's)": [f"transformers {version}" for version in older.split()],
+        "`make test-torch` (the part)": [f"torch {version}" for version in torches.split()],
+        "`make test-python` (the part)": [f"Python {version}" for version in pythons],
+        "`make test-floors` (the part)": [" ".join(item) for item in floors("deepspeed", "examples").items()],
         "`make test-ecosystem`": [f"{name} {version}" for name, version in around],
     }
     lines = ["| tests | with |", "|---|---|"]
