@@ -190,7 +190,6 @@ def imported_modules() -> set[str]:
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"accel_trainer", "annotationlib"}
     newer = {"annotationlib"}  # of Python 3.14
     return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - newer - {"accel_trainer"}
 

@@ -7,7 +7,6 @@ optimizers, schedules, callbacks, logging, the hub and the order of everything s
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import importlib
@@ -15,7 +14,7 @@ import operator
 import os
 import time
 from collections.abc import Mapping, Sized
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -417,7 +416,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         if all(type(each).train.__module__.startswith(_PLAIN_TRAIN) for each in modules):
             self._modules = modules
         guard = self.accelerator.nonfinite_guard
-        with contextlib.nullcontext() if guard is None else setting(guard, roll_back=take_back):
+        with nullcontext() if guard is None else setting(guard, roll_back=take_back):
             try:
                 run.train(restore_rng_from)
             finally:
@@ -464,11 +463,11 @@ class Trainer(ResumingMethods, transformers.Trainer):
         (Tensor.backward if is_bare else accelerator.unit_of(model).backward)(loss, **options)
         return loss.detach()
 
-    def _smoothing_chunks(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    def _smoothing_chunks(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context in which a loss that is made in chunks smooths labels itself: upstream's smoother wants logits."""
         chunked = find_chunked_loss(model)
         if chunked is None:
-            return contextlib.nullcontext()
+            return nullcontext()
         chunked.label_smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
         return setting(self, label_smoother=None)
 
@@ -511,7 +510,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Callable[..., Any], Any]:
         # Upstream's slices the buffers of a batch for ring attention of its own; here the model's forward makes them.
-        return contextlib.nullcontext, inputs
+        return nullcontext, inputs
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         # transformers 5.23 (trainer.py:2777) takes the norm by itself over several meshes; the strategy knows its own.
@@ -654,7 +653,6 @@ class Trainer(ResumingMethods, transformers.Trainer):
             self.mean_of_replicas(),
             self.averaged_weights(),
             KeptStreams() if is_alone else nullcontext(),
-            KeptStreams() if is_alone else contextlib.nullcontext(),
             keeping_epoch(dataloader),
         ):
             model, preparation_seconds = self._preparation.prepare_for_evaluation(self)
