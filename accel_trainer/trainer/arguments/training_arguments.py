@@ -248,8 +248,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def __post_init__(self) -> None:
         """Resolve the configuration, then let upstream derive and check the rest."""
-        if isinstance(asked := getattr(self, "activation_checkpointing", None), str | Mapping):
-            vars(self).update(activation_checkpointing_policy=asked, activation_checkpointing=None)
+        self._take_checkpointing_policy()
         untouched = [item.name for item in fields(self) if getattr(self, item.name) == _default(item)]
         self.check_batch_sizes()
         self.accelerator_config, given_options = _read_accelerator_config(self.accelerator_config)
@@ -322,6 +321,11 @@ class TrainingArguments(transformers.TrainingArguments):
                 f"{self.resolved.describe('loss')} was given; leave one of them out, or take the other kernels with "
                 "liger_kernel_config={'fused_linear_cross_entropy': False}"
             )
+
+    def _take_checkpointing_policy(self) -> None:
+        asked: Any = getattr(self, "activation_checkpointing", None)
+        if isinstance(asked, str | Mapping):
+            self.activation_checkpointing_policy, self.activation_checkpointing = asked, None  # type: ignore[assignment]
 
     def _derive_compile_options(self) -> None:
         if self.torch_compile_mode is not None or self.torch_compile_backend is not None:
