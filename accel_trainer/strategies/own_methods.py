@@ -58,10 +58,20 @@ def refuse_copies(model: nn.Module) -> None:
     model.__reduce_ex__ = refuse  # type: ignore[method-assign]
 
 
-def refuse_second_backward(model: nn.Module, why: str) -> RemovableHandle:
-    """Refuse a backward that is to be differentiated itself (`create_graph=True`); `why` its graph is of no use."""
+def refuse_second_backward(model: nn.Module, why: str, is_foreign: Callable[[], bool] | None = None) -> RemovableHandle:
+    """Refuse a backward that is to be differentiated itself (`create_graph=True`); `why` its graph is of no use.
+
+    Args:
+        is_foreign: called in each backward; whether its engine has not begun it, and would fail in it.
+    """
 
     def refuse(gradient: Tensor) -> None:
+        if is_foreign is not None and is_foreign():
+            raise ConfigError(
+                f"a backward of {type(model).__name__} was not begun by accelerator.backward(loss): ZeRO-1 and 2 of "
+                "DeepSpeed exchange gradients in it, and know no other (loss.backward(), torch.autograd.grad() for the "
+                "gradients of inputs); use accelerator.backward, or for the latter strategy 'ddp' or 'fsdp2'"
+            )
         # Grad mode is on within a backward with create_graph=True, and off in any other.
         if torch.is_grad_enabled():
             raise ConfigError(

@@ -97,7 +97,8 @@ class AveragedWeights:
         """Put averages, or values that were `kept`, into the parameters; return those that found no place in them."""
         own: dict[Tensor, Tensor] = {}
         for parameter, average in self._averages.items():
-            value = local_tensor(parameter)
+            # `data` leaves no trace of a change, which DeepSpeed's unit would take for the loop's own.
+            value = local_tensor(parameter).data
             before = value.clone()
             value.copy_(kept.get(parameter, average))
             if value.dtype == average.dtype:

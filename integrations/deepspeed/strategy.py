@@ -19,7 +19,7 @@ from accel_trainer.config import MixedPrecision, OutputDtype, Resolved, RunConfi
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
 from accel_trainer.integrations.deepspeed.runtime import check_can_start, require_deepspeed, start_engine, watch_locks
-from accel_trainer.integrations.deepspeed.unit import DeepSpeedUnit, EvaluationUnit, release_earlier
+from accel_trainer.integrations.deepspeed.unit import BACKWARDS, DeepSpeedUnit, EvaluationUnit, release_earlier
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
 from accel_trainer.runtime.availability import is_transformers_available
 from accel_trainer.runtime.model_wrappers import is_compiled_module
@@ -217,7 +217,8 @@ class DeepSpeedStrategy(BaseStrategy):
             placeholder.adopt(engine.basic_optimizer)
         share_buffers_in_evaluation(engine, job.model, process.device)
         hooks = _cast_around(job.model, config, job.config)
-        hooks.append(refuse_second_backward(job.model, "DeepSpeed's engine takes the gradients away"))
+        why = "DeepSpeed's engine takes the gradients away"
+        hooks.append(refuse_second_backward(job.model, why, BACKWARDS.is_none_running if config.stage < 3 else None))
         apply_compile(job.model, job.config.compile, job.compile_options)
         compared_over = process if job.config.debug else None
         unit = DeepSpeedUnit(engine, job.optimizers, groups, hooks, compared_over)

@@ -61,6 +61,29 @@ def _came_late(optimizer: Optimizer, module: nn.Module) -> ConfigError:
     )
 
 
+class Backwards:
+    """Backwards that units have begun: one may go through the models of others, a frozen judge for one."""
+
+    def __init__(self) -> None:
+        self._num_running = 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of a unit's backward."""
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+
+    def is_none_running(self) -> bool:
+        """Return whether a backward that is under way was begun by no unit."""
+        return not self._num_running
+
+
+BACKWARDS = Backwards()
+
+
 @contextmanager
 def _naming_shards(module: nn.Module) -> Iterator[None]:
     """Context of a backward whose error, where it is about shards of ZeRO-3, says what has led to it."""
@@ -136,7 +159,8 @@ class DeepSpeedUnit(TrainUnit):
         self._guard = BackwardGuard(self.module, "DeepSpeed")
         self._trained = frozenset(id(p) for p in self.module.parameters() if p.requires_grad)
         self._frozen = tuple(p for p in self.module.parameters() if not p.requires_grad)
-        self._versions = {name: version_of(p) for name, p in self.module.named_parameters() if p.requires_grad}
+        self._seen = [(name, p, version_of(p)) for name, p in self.module.named_parameters() if p.requires_grad]
+        """Parameters that are trained, and how often each had been changed in place when the engine had its values."""
         self._configured_bound: float = getattr(self._zero, "clip_grad", 0.0)
         self._bound: float | None = None
         self._norm: Tensor | None = None
@@ -173,7 +197,7 @@ class DeepSpeedUnit(TrainUnit):
         self._compare("backward")
         earlier = self._keep_exchanged()
         # The facade has divided the loss; the engine is to leave it as it is.
-        with self._guard, _naming_shards(self.module):
+        with self._guard, BACKWARDS.running(), _naming_shards(self.module):
             self._engine.backward(loss, retain_graph=bool(kwargs.get("retain_graph", False)), scale_wrt_gas=False)
         for group, gradients in earlier.items():
             foreach_add_(self._zero.averaged_gradients[group], gradients)
@@ -251,6 +275,11 @@ class DeepSpeedUnit(TrainUnit):
                 "takes the gradients that are there; use an optimizer that needs no closure, or strategy 'ddp'"
             )
         if not self._holds_gradients:
+            if any(getattr(self._zero, "averaged_gradients", {}).values()):
+                raise ConfigError(
+                    f"optimizer.step() was called after a backward of {type(self.module).__name__} that was not begun "
+                    "by accelerator.backward(loss), and the engine takes no other's gradients; call it"
+                )
             return StepOutcome(applied=True)
         if not self._is_exchanged:
             raise ConfigError(
@@ -258,6 +287,7 @@ class DeepSpeedUnit(TrainUnit):
                 "set_gradient_sync(False)); let the last backward before the step exchange them"
             )
         self._compare("optimizer.step")
+        self._check_changes()
         self._take_changes()
         with self._step_options():
             self._engine.step()
@@ -266,42 +296,43 @@ class DeepSpeedUnit(TrainUnit):
         norm = self._report_norm()
         return StepOutcome(applied=self._engine.was_step_applied(), grad_norm=norm)
 
+    @property
+    def _has_shards(self) -> bool:
+        """Whether parameters have values within a forward only: ZeRO-3."""
+        return hasattr(self._zero, "fp16_groups")
+
+    def _check_changes(self) -> None:
+        """Refuse what a loop has done to parameters and the engine cannot follow: frozen ones, and values of shards."""
+        for name, parameter, version in self._seen:
+            what = ""
+            if not parameter.requires_grad:
+                what = (
+                    "was trained when the model was prepared, and is frozen now: the engine would still update it, by "
+                    "its momentum and weight decay. Call free_memory(), and prepare the model again once it is frozen"
+                )
+            elif self._has_shards and version_of(parameter) != version:
+                what = (
+                    "was changed in place since the last step, and ZeRO-3 trains shards that such a change does not "
+                    "reach; change the weights by deepspeed.utils.safe_set_full_fp32_param(parameter, value) on all "
+                    "ranks, or use stage 2 or strategy 'fsdp2'"
+                )
+            if what:
+                raise ConfigError(f"{name!r} of {type(self.module).__name__} {what}")
+
     def _take_changes(self) -> None:
-        """Take over what a loop has done to parameters since the last step, or refuse it: new values, mostly.
+        """Give the engine's fp32 weights the values that a loop has written into parameters since the last step.
 
-        The engine would overwrite them without a word: clamped weights, or those of a `load_state_dict`. Values that
-        are written through `parameter.data` leave no trace, and are lost.
-
-        Raises:
-            ConfigError: a parameter was frozen; under ZeRO-3, it is new, or was given values, which it has in a forward
-                only.
+        The engine would overwrite them without a word, and save its own: clamped weights, or those of a
+        `load_state_dict`. Values that are written through `parameter.data` leave no trace, and are lost.
         """
+        if self._has_shards or all(version_of(parameter) == version for _, parameter, version in self._seen):
+            return
         from deepspeed.utils import safe_set_full_fp32_param
 
-        is_sharded = hasattr(self._zero, "fp16_groups")  # ZeRO-3
-        for name, parameter in self.module.named_parameters():
-            if is_sharded and not hasattr(parameter, "ds_id"):
-                raise ConfigError(
-                    f"{name!r} of {type(self.module).__name__} was made after prepare(), and ZeRO-3 knows the "
-                    "parameters that it has sharded; replace layers before prepare(), or use stage 2 or 'fsdp2'"
-                )
-            if id(parameter) in self._trained and not parameter.requires_grad:
-                raise ConfigError(
-                    f"{name!r} of {type(self.module).__name__} was trained when the model was prepared, and is frozen "
-                    "now: the engine would still update it, by its momentum and weight decay. Call free_memory(), and "
-                    "prepare the model again once it is frozen"
-                )
-            version = version_of(parameter)
-            if self._versions.get(name, version) == version:
-                continue
-            if is_sharded:
-                raise ConfigError(
-                    f"{name!r} of {type(self.module).__name__} was changed in place since the last step, and ZeRO-3 "
-                    "trains shards that such a change does not reach; change the weights by deepspeed.utils."
-                    "safe_set_full_fp32_param(parameter, value) on all ranks, or use stage 2 or strategy 'fsdp2'"
-                )
-            self._versions[name] = version
-            safe_set_full_fp32_param(parameter, parameter.detach())
+        for _, parameter, version in self._seen:
+            if version_of(parameter) != version:
+                safe_set_full_fp32_param(parameter, parameter.detach())
+        self._seen = [(name, parameter, version_of(parameter)) for name, parameter, _ in self._seen]
 
     @contextmanager
     def _step_options(self) -> Any:
@@ -429,6 +460,7 @@ class DeepSpeedUnit(TrainUnit):
 
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
+        self._take_changes()
         return DeepSpeedCheckpointIO(self._engine, self.optimizers, self._groups, self.averages)
 
     def adopt_averages(self) -> None:
