@@ -65,6 +65,8 @@ SOAK_ARGS ?=
 FAULT_ARGS ?=
 # Some of the families: make test-families FAMILY_ARGS="--only qwen.*"
 FAMILY_ARGS ?=
+# Some of the odd things: make test-odd ODD_ARGS="--only tied.* --on zero3"
+ODD_ARGS ?=
 DEMO_RANKS ?= 2
 DEMO_CONFIG ?= fsdp_configs/full_shard.yaml
 DEMO_ARGS ?=
@@ -97,6 +99,10 @@ test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ..
 .PHONY: test-families
 test-families: $(VENV)/.installed ## every family of transformers with a plan for tensor or expert parallelism: two ranks beside one process
 	$(BIN)/python -m tests.family_matrix $(FAMILY_ARGS)
+
+.PHONY: test-odd
+test-odd: $(VENV)/.installed ## odd models and loops under each strategy, beside a plain PyTorch loop, about 5 minutes
+	$(BIN)/python -m tests.odd $(ODD_ARGS)
 
 .PHONY: soak
 soak: $(VENV)/.installed ## kill 200 runs while they save and 200 while they upload, load 20,000 changed checkpoints, send runs 20 signals

@@ -13,6 +13,9 @@ from typing import Any
 
 from tests.conformance import test_chunked_loss, test_conformance, test_several, test_windows
 from tests.release.floors import PROJECT, floors
+from tests.conformance import test_conformance, test_several, test_windows
+from tests.odd import THINGS
+from tests.odd.loop import WHOLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -78,7 +81,19 @@ def _versions() -> str:
     return "\n".join([*lines, *(f"| {tests} | {', '.join(names)} |" for tests, names in rows.items())]) + "\n"
 
 
-_TABLES = {"strategies": _strategies, "states": _states, "versions": _versions}
+def _odd() -> str:
+    """Return a line for each odd thing: = where it is as a plain loop, else the number of the refusal's words."""
+    notes: dict[str, int] = {}
+    lines = [f"| | {' | '.join(WHOLE)} |", f"|---|{':-:|' * len(WHOLE)}"]
+    for odd in THINGS.values():
+        gaps = {column: f"(neither) {words}" for column in WHOLE if (words := odd.gap(column))}
+        words = [gaps.get(column) or odd.refusal(column) for column in WHOLE]
+        cells = [str(notes.setdefault(each, len(notes) + 1)) if each else "=" for each in words]
+        lines.append(f"| {odd.title} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {words}" for words, number in notes.items())]) + "\n"
+
+
+_TABLES = {"strategies": _strategies, "states": _states, "versions": _versions, "odd": _odd}
 
 
 def replace_tables(text: str) -> str:

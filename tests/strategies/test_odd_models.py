@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +13,7 @@ from torch.nn.utils import parametrizations
 
 from tests.loops import take_update
 from tests.ranks import preload, run_ranks
-from tests.scenarios import refused
-from tests.strategy_configs import config_of, marked, needs_deepspeed
+from tests.strategy_configs import config_of, marked
 
 preload("accel_trainer.accelerator")
 BATCH, STEPS = 8, 4
@@ -123,98 +121,6 @@ def test_parameters_of_all_kinds_train_as_on_one_process(tmp_path: Any, strategy
         assert got["weights"].keys() == expected["weights"].keys()
         for name, value in expected["weights"].items():
             assert torch.allclose(got["weights"][name], value, atol=1e-5, rtol=1e-4), (kind, name)
-
-
-def refuse(strategy: str, wrong: str) -> str:
-    model = build("plain")
-    if wrong == "double":
-        model[0].double()
-    else:
-        value = {
-            "empty": torch.zeros(0, 3),
-            "scalar": torch.tensor(1.0),
-            "complex": torch.ones(2, dtype=torch.complex64),
-        }
-        model.extra = nn.Parameter(value[wrong])
-    accelerator = begin(strategy)
-    return refused(lambda: accelerator.prepare(model, torch.optim.AdamW(model.parameters())))
-
-
-@needs_deepspeed
-@pytest.mark.parametrize(
-    ("strategy", "wrong", "message"),
-    [
-        ("zero2", "double", "'0.weight' of Sequential is in torch.float64, and DeepSpeed trains in fp32, bf16 or fp16"),
-        ("zero3", "complex", "'extra' of Sequential is in torch.complex64, and DeepSpeed trains in fp32, bf16 or fp16"),
-        ("zero3", "empty", "'extra' of Sequential is a parameter of no elements, which ZeRO-3 of DeepSpeed cannot lay"),
-        (
-            "zero3",
-            "scalar",
-            "'extra' of Sequential is a parameter of no dimension, which ZeRO-3 of DeepSpeed cannot lay",
-        ),
-    ],
-)
-def test_deepspeed_refuses_parameters_that_it_cannot_train(strategy: str, wrong: str, message: str) -> None:
-    assert all(said.startswith(message) for said in run_ranks(refuse, 2, strategy, wrong))
-
-
-# --- weights whose memory is not in the order of their rows: transposed ones, and images with channels last -----------
-
-
-def build_shuffled() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 6), nn.Linear(6, 2))
-    model.to(memory_format=torch.channels_last)
-    model[2].weight = nn.Parameter(torch.randn(144, 6).mul(0.1).t())
-    assert [p.is_contiguous() for p in model.parameters()] == [False, True, False, True, True, True]
-    return model
-
-
-def train_shuffled(strategy: str) -> tuple[list[float], dict[str, Any]]:
-    accelerator = begin(strategy)
-    model = build_shuffled()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    images, losses = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1)), []
-    for _ in range(3):
-        losses.append(take_update(model(images).pow(2).mean(), optimizer, accelerator).item())
-    return losses, {name: value.numpy() for name, value in accelerator.get_state_dict(model).items()}
-
-
-@pytest.mark.parametrize("strategy", marked("ddp", "fsdp2", "zero2", "zero3"))
-def test_weights_in_another_order_train_as_on_one_process(strategy):
-    (expected, weights), *_ = run_ranks(train_shuffled, 1, "single")
-    losses, found = run_ranks(train_shuffled, 2, strategy)[0]
-    assert losses == pytest.approx(expected, rel=1e-6)
-    assert losses[2] < losses[0]
-    assert found.keys() == weights.keys()
-    for name, value in weights.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
-
-
-class Twin(nn.Module):
-    """Decodes by the transposed memory of its encoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False)
-        self.decoder.weight = nn.Parameter(self.encoder.weight.detach().t())
-
-
-def refuse_twin(strategy: str) -> str:
-    model = Twin()
-    return refused(lambda: begin(strategy).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "engine"), [("fsdp2", "FSDP2"), pytest.param("zero3", "DeepSpeed", marks=needs_deepspeed)]
-)
-def test_a_transposed_view_of_another_weight_is_refused_where_it_would_part_from_it(strategy, engine):
-    message = (
-        f"decoder.weight of Twin is not contiguous, and a view of the memory of encoder.weight: {engine} would make "
-        "two parameters of them. Tie them by one Parameter object, transposed in forward "
-        "(nn.functional.linear(x, other.weight.t())), or train with strategy: ddp"
-    )
-    assert run_ranks(refuse_twin, 2, strategy) == [message] * 2
 
 
 # --- statistics of batch norms, of which each rank has its own in training --------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -36,8 +34,8 @@ def own_rows(accelerator: Any, step: int) -> Tensor:
     return rows.chunk(accelerator.num_processes)[accelerator.process_index]
 
 
-def adversaries(strategy: str, in_windows: bool) -> list[float]:
-    """Train a generator against a discriminator, each in its own window or in none, with the other frozen."""
+def adversaries(strategy: str) -> list[float]:
+    """Train a generator against a discriminator, each in its own window, with the other frozen."""
     accelerator = begin(strategy)
     generator, judge = build(), build(1, width=1)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (generator, judge)]
@@ -45,12 +43,12 @@ def adversaries(strategy: str, in_windows: bool) -> list[float]:
     losses = []
     for step in range(4):
         rows = own_rows(accelerator, step)
-        with accelerator.accumulate(judge) if in_windows else nullcontext():
+        with accelerator.accumulate(judge):
             loss = judge(generator(rows).detach()).square().mean() + (judge(rows[:, :1]) - 1).square().mean()
             take_update(loss, optimizers[1], accelerator)
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
         accelerator.unwrap_model(judge).requires_grad_(False)
-        with accelerator.accumulate(generator) if in_windows else nullcontext():
+        with accelerator.accumulate(generator):
             loss = (judge(generator(rows)) - 1).square().mean()
             take_update(loss, optimizers[0], accelerator)
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
@@ -58,11 +56,10 @@ def adversaries(strategy: str, in_windows: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("in_windows", [True, False])
 @pytest.mark.parametrize("strategy", marked("ddp", "fsdp2", "zero2", "zero3"))
-def test_two_models_that_train_against_each_other_are_those_of_one_process(strategy: str, in_windows: bool) -> None:
-    [alone] = run_ranks(adversaries, 1, "single", in_windows)
-    assert run_ranks(adversaries, 2, strategy, in_windows)[0] == pytest.approx(alone, rel=1e-5)
+def test_two_models_that_train_against_each_other_are_those_of_one_process(strategy: str) -> None:
+    [alone] = run_ranks(adversaries, 1, "single")
+    assert run_ranks(adversaries, 2, strategy)[0] == pytest.approx(alone, rel=1e-5)
 
 
 def two_losses_of_one_forward(strategy: str) -> list[float]:
@@ -96,15 +93,6 @@ def refusal(strategy: str, loop: Callable[[Any, Any, Any], None]) -> str:
     return refused(lambda: loop(accelerator, model, optimizer))
 
 
-def unfreeze(accelerator: Any, model: Any, optimizer: Any) -> None:
-    accelerator.unwrap_model(model).requires_grad_(True)
-    accelerator.backward(model(own_rows(accelerator, 0)).square().mean())
-
-
-def add_a_group(accelerator: Any, model: Any, optimizer: Any) -> None:
-    optimizer.add_param_group({"params": list(accelerator.unwrap_model(model)[0].parameters())})
-
-
 def step_backward_twice(accelerator: Any, model: Any, optimizer: Any) -> None:
     for _ in range(2):
         accelerator.backward(model(own_rows(accelerator, 0)).square().mean(), retain_graph=True)
@@ -121,11 +109,6 @@ def add_losses_of_two(accelerator: Any, model: Any, optimizer: Any) -> None:
     accelerator.backward(model(rows).square().mean() + another(rows).square().mean())
 
 
-def prepare_lbfgs(accelerator: Any, model: Any, optimizer: Any) -> None:
-    another = build(1)
-    accelerator.prepare(another, torch.optim.LBFGS(another.parameters()))
-
-
 def prepare_muon(accelerator: Any, model: Any, optimizer: Any) -> None:
     another = nn.Linear(4, 1, bias=False)
     accelerator.prepare(another, torch.optim.Muon(another.parameters()))
@@ -139,20 +122,10 @@ def penalise_gradients(accelerator: Any, model: Any, optimizer: Any) -> None:
     torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
 
 
-def copy_model(accelerator: Any, model: Any, optimizer: Any) -> None:
-    copy.deepcopy(accelerator.unwrap_model(model))
-
-
 @pytest.mark.parametrize(
     ("strategy", "loop", "message"),
     [
-        (
-            "ddp",
-            unfreeze,
-            "'0.weight' of Sequential was frozen when the model was prepared, and is trained now: DDP wo",
-        ),
         ("ddp", step_backward_twice, "backward() was called a second time after one forward of Sequential, and DDP"),
-        ("fsdp2", prepare_lbfgs, "torch.optim.lbfgs.LBFGS cannot train with strategy 'fsdp2': its directions come of"),
         (
             "fsdp2",
             prepare_muon,
@@ -160,9 +133,6 @@ def copy_model(accelerator: Any, model: Any, optimizer: Any) -> None:
         ),
         ("fsdp2", penalise_gradients, "a backward of FSDPSequential with create_graph=True, for a gradient penalty"),
         pytest.param("zero2", penalise_gradients, "a backward of Sequential with create_graph", marks=needs_deepspeed),
-        pytest.param("zero3", copy_model, "Sequential is sharded, and its shards cannot be", marks=needs_deepspeed),
-        pytest.param("zero2", unfreeze, "'0.weight' of Sequential was frozen when the model", marks=needs_deepspeed),
-        pytest.param("zero2", add_a_group, "AdamW is in an engine, which trains the parameters", marks=needs_deepspeed),
         pytest.param("zero2", add_losses_of_two, "backward() was called with a loss of 2", marks=needs_deepspeed),
     ],
 )
