@@ -234,18 +234,26 @@ def read_mixture(source: ConfigSource, tokenizer: Any = None) -> Mixture:
     entries = config.get("datasets") or ()
     for number, entry in enumerate(entries):
         _check_keys(entry, _OF_DATASET, f"dataset_mixture.datasets[{number}]")
+    weights = _weights_of(entries)
+    sets = [tokenized(_load(entry, bool(config.get("streaming"))), tokenizer) for entry in entries]
+    options = {name: value for name, value in config.items() if name not in ("datasets", "streaming")}
+    return Mixture(sets, list(map(_name_of, entries)), weights, options)
+
+
+def _weights_of(entries: Sequence[Mapping[str, Any]]) -> list[float] | None:
     weights = [entry.get("weight") for entry in entries]
-    if None in weights and any(weight is not None for weight in weights):
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) < len(weights):
         raise ConfigError(
             f"dataset_mixture gives weights {weights} to its data sets; give one to each, or to none, which then count "
             "by their sizes"
         )
-    sets = [tokenized(_load(entry, bool(config.get("streaming"))), tokenizer) for entry in entries]
-    options = {name: value for name, value in config.items() if name not in ("datasets", "streaming")}
-    files = (entry.get("data_files") for entry in entries)
-    places = [file if isinstance(file, str) else entry["path"] for file, entry in zip(files, entries, strict=True)]
-    names = [str(entry.get("name") or Path(place).stem) for place, entry in zip(places, entries, strict=True)]
-    return Mixture(sets, names, None if None in weights else weights, options)
+    return given or None
+
+
+def _name_of(entry: Mapping[str, Any]) -> str:
+    files = entry.get("data_files")
+    return str(entry.get("name") or Path(files if isinstance(files, str) else entry["path"]).stem)
 
 
 def _check_keys(given: Any, known: Sequence[str], where: str) -> None:

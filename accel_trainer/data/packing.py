@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -61,11 +63,16 @@ def pack_documents(
     source, splits = iter(documents), strategy == "bfd_split"
     number = 0
     while held := list(islice(source, window)):
-        pieces = [
-            (document, begin, min(begin + max_length, length))
-            for document, length in held
-            for begin in range(0, length if splits else min(length, 1), max_length)
-        ]
+        if splits:
+            pieces = [
+                (document, begin, min(begin + max_length, length))
+                for document, length in held
+                for begin in range(0, length, max_length)
+            ]
+            pieces.sort(key=lambda piece: piece[1] - piece[2])
+        else:
+            held.sort(key=itemgetter(1), reverse=True)
+            pieces = [(document, 0, min(length, max_length)) for document, length in held if length]
         rows = _best_fit(pieces, max_length)
         random.Random(mix_seed(seed, number)).shuffle(rows)
         number += 1
@@ -73,10 +80,11 @@ def pack_documents(
 
 
 def _best_fit(pieces: list[Piece], max_length: int) -> list[list[Piece]]:
+    """Return rows of pieces, of which the longest come first."""
     rows: list[list[Piece]] = []
     by_space: list[list[list[Piece]]] = [[] for _ in range(max_length)]
     spaces = 0  # bit n: there are rows with n tokens left; the lowest bit from a length on is the best fit, in 0.2 us
-    for piece in sorted(pieces, key=lambda piece: piece[1] - piece[2]):
+    for piece in pieces:
         length = piece[2] - piece[1]
         fitting = spaces >> length
         if fitting:
@@ -171,7 +179,8 @@ class PackedDataset(Dataset[Any]):
             )
         order = ((index, found[index]) for index in permutation(len(found), seed, 0).tolist())
         rows = list(pack_documents(order, max_length, packing_strategy, seed))
-        self._pieces = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64).view(-1, 3)
+        numbers = chain.from_iterable(chain.from_iterable(rows))
+        self._pieces = torch.from_numpy(np.fromiter(numbers, np.int64)).view(-1, 3)
         self._ends = torch.tensor([0, *map(len, rows)]).cumsum(0)
         self.num_tokens = int((self._pieces[:, 2] - self._pieces[:, 1]).sum())
 
@@ -279,35 +288,48 @@ class PackingCollator:
 
     def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
         """Return the batch of packed rows, or of samples, which are rows of one document."""
-        documents = [[self._read(each) for each in (row if isinstance(row, list) else [row])] for row in rows]
+        documents = [self._read_row(row) for row in rows]
         if self.padding_free:
             documents = [list(chain.from_iterable(documents))]
         lengths = [[len(document["input_ids"]) for document in row] for row in documents]
         width = max(map(sum, lengths))
         width += -width % (self.pad_to_multiple_of or 1)
-        batch: dict[str, Any] = {}
-        for name in documents[0][0]:
-            fill = {"input_ids": self.pad_token_id, "labels": -100}.get(name, 0)
-            batch[name] = torch.stack([_join([document[name] for document in row], width, fill) for row in documents])
+        fills = {"input_ids": self.pad_token_id, "labels": -100}
+        names = dict.fromkeys(chain.from_iterable(chain.from_iterable(documents)))
+        batch = {name: _stack(documents, name, width, fills.get(name, 0)) for name in names}
+        if "labels" not in batch:
+            batch["labels"] = batch["input_ids"].clone()
+            for labels, row in zip(batch["labels"], lengths, strict=True):
+                labels[sum(row) :] = -100
+        return batch | self._mark_documents(batch["labels"], lengths, width)
+
+    def _mark_documents(self, labels: Tensor, lengths: list[list[int]], width: int) -> dict[str, Any]:
+        """Take the first tokens of documents from the labels; return what tells a model where documents begin."""
         # What fills a row up is a document as well: it sees itself, and nobody sees it.
         sizes = torch.tensor([n for row in lengths for n in (*row, width - sum(row)) if n])
         ends = sizes.cumsum(0)
         starts = ends - sizes
-        batch["labels"].view(-1)[starts] = -100
-        positions = torch.arange(len(documents) * width) - starts.repeat_interleave(sizes)
-        batch |= {"position_ids": positions.view(-1, width), "use_cache": False}
+        labels.view(-1)[starts] = -100
+        positions = torch.arange(labels.numel()) - starts.repeat_interleave(sizes)
+        marks = {"position_ids": positions.view(-1, width), "use_cache": False}
         if self.padding_free and self.return_flash_attn_kwargs:
             bounds, longest = nn.functional.pad(ends, (1, 0)).int(), int(sizes.max())
-            batch |= {f"cu_seq_lens_{side}": bounds for side in "qk"} | {f"max_length_{side}": longest for side in "qk"}
-        return batch
+            marks |= {f"cu_seq_lens_{side}": bounds for side in "qk"} | {f"max_length_{side}": longest for side in "qk"}
+        return marks
 
-    def _read(self, sample: Any) -> dict[str, Any]:
-        """Return the columns of a document that have a value for each token."""
+    def _read_row(self, row: Any) -> list[dict[str, Any]]:
+        """Return the documents of a packed row, or a sample, as columns that have a value for each token."""
+        return [self._read(self._select(sample)) for sample in (row if isinstance(row, list) else [row])]
+
+    def _select(self, sample: Any) -> Any:
         if isinstance(sample, Mapping):  # concatenated tables have None where one of them lacks a column
             names = sample if self.columns is None else self.columns
             sample = {name: value for name, value in sample.items() if name in names and value is not None}
         if self.collate_document is not None:
             sample = {name: value[0] for name, value in self.collate_document([sample]).items()}
+        return sample
+
+    def _read(self, sample: Any) -> dict[str, Any]:
         length = _count_tokens(sample)
         others = sorted(name for name, value in sample.items() if not _is_by_token(value, length))
         if others:
@@ -316,7 +338,8 @@ class PackingCollator:
                 "be packed; remove those columns"
             )
         document = {name: value for name, value in sample.items() if name != "attention_mask"}
-        if not _is_all_true(mask := sample.get("attention_mask", ())):
+        mask = sample.get("attention_mask", ())
+        if not _is_all_true(mask):
             if self.collate_document is None:
                 raise ConfigError(
                     f"a document of {length} tokens has padding, by its attention_mask, and packing is to do without; "
@@ -324,7 +347,6 @@ class PackingCollator:
                 )
             kept = torch.as_tensor(mask).bool()
             document = {name: torch.as_tensor(value)[kept] for name, value in document.items()}
-        document.setdefault("labels", document["input_ids"])
         return document
 
 
@@ -332,12 +354,17 @@ def _is_all_true(mask: Any) -> bool:
     return bool(mask.all()) if isinstance(mask, Tensor) else 0 not in mask
 
 
-def _join(values: list[Any], width: int, fill: int) -> Tensor:
-    if not isinstance(values[0], Tensor):
-        joined = torch.tensor(list(chain.from_iterable(values)))
-    else:
-        joined = torch.cat(values)
-    return nn.functional.pad(joined, (0, width - len(joined)), value=fill)
+def _stack(documents: list[list[dict[str, Any]]], name: str, width: int, fill: int) -> Tensor:
+    """Return a column of all documents as rows (B, width), filled up."""
+    rows = []
+    for row in documents:
+        values = [
+            document["input_ids"] if name == "labels" and name not in document else document[name] for document in row
+        ]
+        is_list = not isinstance(values[0], Tensor)
+        joined = torch.tensor(list(chain.from_iterable(values))) if is_list else torch.cat(values)
+        rows.append(nn.functional.pad(joined, (0, width - len(joined)), value=fill))
+    return torch.stack(rows)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

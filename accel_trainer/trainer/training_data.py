@@ -42,14 +42,8 @@ def check_packing_arguments(trainer: Trainer) -> None:
     if not asks_for_packing(args):
         return
     asked = "packing=True" if args.packing else "padding_free=True"
-    reason = None
-    if args.packing and args.packing_strategy not in STRATEGIES:
-        reason = f"packing_strategy={args.packing_strategy!r} is none of {', '.join(STRATEGIES)}; choose one"
-    elif args.packing and (not isinstance(args.max_length, int) or args.max_length < 1):
-        reason = f"max_length={args.max_length!r} is no length of a row; give the number of tokens"
-    elif args.packing and str(args.train_sampling_strategy) not in ("random", "sequential"):
-        reason = f"train_sampling_strategy={args.train_sampling_strategy!r} groups samples, and rows are all as long; "
-        reason += "leave it out"
+    if (reason := _reason_against_rows(args) if args.packing else None) is not None:
+        pass
     elif not trainer._loss_shifts_labels:
         reason = (
             f"{type(trainer.model).__name__} is no causal language model, whose labels are the next tokens, or has "
@@ -60,6 +54,17 @@ def check_packing_arguments(trainer: Trainer) -> None:
         reason += "use sp_size, which takes packed rows"
     if reason is not None:
         raise ConfigError(f"{asked}: {reason}")
+
+
+def _reason_against_rows(args: TrainingArguments) -> str | None:
+    if args.packing_strategy not in STRATEGIES:
+        return f"packing_strategy={args.packing_strategy!r} is none of {', '.join(STRATEGIES)}; choose one"
+    if not isinstance(args.max_length, int) or args.max_length < 1:
+        return f"max_length={args.max_length!r} is no length of a row; give the number of tokens"
+    if str(args.train_sampling_strategy) not in ("random", "sequential"):
+        grouping = f"train_sampling_strategy={args.train_sampling_strategy!r}"
+        return f"{grouping} groups samples, and rows are all as long; leave it out"
+    return None
 
 
 def mixed_training_data(trainer: Trainer) -> Any:
