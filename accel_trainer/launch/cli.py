@@ -77,6 +77,9 @@ COMMANDS = {
         "contrib.estimate:estimate_command_parser",
         "the same, by accelerate's name",
     ),
+    "data": Command(
+        "contrib.preview:run_data", "contrib.preview:data_parser", "print the first batches of a run, as text and mask"
+    ),
     "explain": Command(
         "launch.entry_points:run_explain",
         "launch.flags:options_parser",

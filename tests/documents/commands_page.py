@@ -14,6 +14,7 @@ from accel_trainer.launch.cli import COMMANDS, main
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 _SUBCOMMANDS = {
     "config": ("default", "show", "update", "schema"),
+    "data": ("preview",),
     "ckpt": ("list", "verify", "prune", "export"),
 }
 _HEAD = """\
