@@ -152,7 +152,7 @@ def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) ->
 
 
 _FLAGS_OF = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}
-_RECOMPUTES = "fsdp.activation_checkpointing"
+_POLICIES = ("off", "selective", "every:2", "full")
 _SIZES_OF_MODELS = ("parallel.tp_size", "parallel.sp_size", "parallel.ep_size")
 """The axes that not every model can take."""
 
@@ -177,10 +177,7 @@ def _print_plans(args: argparse.Namespace) -> None:
     elif args.compare:
         print(_comparison(plans, limit, args))
     else:
-        plan = plans[0]
-        # With checkpointing where the plan is without, and the other way round.
-        others = _plan(args, options, {_RECOMPUTES: not plan.recomputes}).activations if plan.is_sharded else None
-        print(_plan_table(plan, others, args))
+        print(_plan_table(plans[0], _plans_by_policy(args, options, plans[0].checkpointing), args))
 
 
 def _layout_options(args: argparse.Namespace) -> Options:
@@ -194,6 +191,17 @@ def _layout_options(args: argparse.Namespace) -> Options:
         )
     options.flags["compile.backend"] = "no"  # a compiler has nothing to compile, and memory hardly differs
     return options
+
+
+def _with_policy(policy: str) -> dict[str, Any]:
+    """Return the options of a policy of activation checkpointing, whichever option the configuration has it by."""
+    return {"activation_checkpointing": policy, "fsdp.activation_checkpointing": False}
+
+
+def _plans_by_policy(args: argparse.Namespace, options: Options, own: str) -> list[LayoutPlan]:
+    """Return the plans of a layout by each policy that the model can take, `own` among them."""
+    plans = (_try_plan(args, options, _with_policy(policy)) for policy in dict.fromkeys([*_POLICIES, own]))
+    return [plan for plan in plans if not isinstance(plan, ConfigError)]
 
 
 def _plan(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) -> LayoutPlan:
@@ -269,9 +277,9 @@ def _candidates(args: argparse.Namespace, options: Options) -> Iterator[dict[str
         return
     fixed = {"fsdp.replicate_size": 1, "fsdp.replicate_per_node": False, **dict.fromkeys(_SIZES_OF_MODELS, 1)}
     none = {"strategy": "ddp", "parallel.dp_replicate_size": num_processes, "parallel.dp_shard_size": 1}
-    yield {**fixed, **none, _RECOMPUTES: False}
-    for sizes, recomputes in itertools.product(_sharded_sizes(args, num_processes), (False, True)):
-        yield {**fixed, "strategy": "fsdp2", **sizes, _RECOMPUTES: recomputes}
+    yield {**fixed, **none, **_with_policy("off")}
+    for sizes, policy in itertools.product(_sharded_sizes(args, num_processes), ("off", "full")):
+        yield {**fixed, "strategy": "fsdp2", **sizes, **_with_policy(policy)}
 
 
 def _sharded_sizes(args: argparse.Namespace, num_processes: int) -> Iterator[dict[str, int]]:
@@ -302,11 +310,10 @@ def _layout_name(plan: LayoutPlan) -> str:
     return (" x ".join(sizes) or "one process") + experts
 
 
-def _plan_table(plan: LayoutPlan, others: int | None, args: argparse.Namespace) -> str:
-    """Return a plan as tables: of memory, and of collectives."""
+def _plan_table(plan: LayoutPlan, policies: Sequence[LayoutPlan], args: argparse.Namespace) -> str:
+    """Return a plan as tables: of memory, of its `policies` of activation checkpointing, and of collectives."""
     from accel_trainer.big_models.sizes import convert_bytes
 
-    with_, without = ("with", "without") if plan.recomputes else ("without", "with")
     memory = [
         ("parameters", plan.parameters, plan.peak_parts["parameters"]),
         ("gradients", plan.gradients, plan.peak_parts["gradients"]),
@@ -314,8 +321,7 @@ def _plan_table(plan: LayoutPlan, others: int | None, args: argparse.Namespace) 
         ("buffers of the model", plan.peak_parts["buffers"], plan.peak_parts["buffers"]),
         ("gathered units, at most", plan.unsharded, plan.peak_parts["unsharded"]),
         ("buffers of collectives", None, plan.peak_parts["exchange"]),
-        (f"activations after the forward, {with_} checkpointing", plan.activations, plan.peak_parts["activations"]),
-        (f"activations after the forward, {without} checkpointing", others, None),
+        ("activations after the forward", plan.activations, plan.peak_parts["activations"]),
         ("peak", None, plan.peak),
     ]
     rows = [[name, *("" if size is None else convert_bytes(size) for size in sizes)] for name, *sizes in memory]
@@ -324,6 +330,12 @@ def _plan_table(plan: LayoutPlan, others: int | None, args: argparse.Namespace) 
         f"{plan.num_readers} reader(s), {args.optimizer}"
     )
     tables = [create_ascii_table(["memory", "size", "at the peak"], [r for r in rows if any(r[1:])], title)]
+    headers = ["activation_checkpointing", "activations", "peak", "computed again", "computation"]
+    fewest, lines = min(other.flops for other in policies), []
+    for other in policies:
+        sizes, again = map(convert_bytes, (other.activations, other.peak)), other.flops / fewest - 1
+        lines.append([other.checkpointing, *sizes, f"{100 * again:.0f} %", _ms(other.compute_seconds)])
+    tables.append(create_ascii_table(headers, lines, f"\nPolicies; this plan has {plan.checkpointing}"))
     if plan.exchanges:
         headers = ["collective", "axis", "ranks", "calls", "full tensors", "time"]
         lines = [
@@ -361,7 +373,7 @@ def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.N
     for plan in fitting:
         sizes = (plan.parameters + plan.gradients + plan.optimizer_state, plan.activations, plan.peak)
         times = (plan.compute_seconds, plan.exposed_seconds, plan.seconds_per_row)
-        names = [_layout_name(plan), plan.strategy, "yes" if plan.recomputes else "no"]
+        names = [_layout_name(plan), plan.strategy, plan.checkpointing]
         rows.append([*names, *map(convert_bytes, sizes), *map(_ms, times)])
     lines = [create_ascii_table(headers, rows, title)] if fitting else []
     if len(fitting) < len(plans):
@@ -379,7 +391,7 @@ def _launch_flags(plan: LayoutPlan) -> Iterator[str]:
     if plan.is_sharded:
         yield from (f"--parallel_{axis}_size {size}" for axis, size in plan.sizes.items() if size > 1)
     if plan.recomputes:
-        yield "--fsdp_activation_checkpointing true"
+        yield f"--activation_checkpointing {plan.checkpointing}"
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
@@ -402,7 +414,7 @@ def _draw(plans: Sequence[LayoutPlan], limit: int | None) -> str:
         drawn.append(f'<text x="{left + 14}" y="21">{escape(part.replace("_", " "))}</text>')
     for row, plan in enumerate(plans):
         x, y = float(_LEFT), _TOP + row * (_BAR + _GAP)
-        label = f"{_layout_name(plan)}{', checkpointing' * plan.recomputes}"
+        label = f"{_layout_name(plan)}{f', {plan.checkpointing}' * plan.recomputes}"
         drawn.append(f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(label)}</text>')
         for part, colour in zip(parts, _COLOURS, strict=True):
             width = plan.peak_parts[part] * scale

@@ -96,12 +96,14 @@ class LayoutPlan:
 
     strategy: str
     is_sharded: bool
-    """Whether a rank holds its shard of the parameters alone, and may recompute activations."""
+    """Whether a rank holds its shard of the parameters alone."""
     sizes: Mapping[str, int]
     """Of the axes, and of `ep`, which is a part of dp_shard x sp."""
     num_readers: int
     recomputes: bool
-    """Whether activations are checkpointed."""
+    """Whether layers compute again what they have not kept."""
+    checkpointing: str
+    """The policy of that: off, full, selective, every:N or ops:KEPT,KEPT."""
     assumes_balance: bool
     """Whether it is a mixture, each of whose experts is assumed to get as many tokens as the others."""
     parameters: int
@@ -162,7 +164,7 @@ def plan_layout(
         if replicas > 1:  # each takes the step of one process; what they exchange is in closed form below
             strategy = load_strategy("single")
         strategy.readers(resolved, process)
-        recomputes = in_shards and resolved.config.fsdp.activation_checkpointing
+        recomputes = resolved.config.recomputation != "off"
         options: Any = getattr(model, "config", None)
         if recomputes and options is not None:
             options.use_cache = False  # as transformers' Trainer has it, and without the warning
@@ -190,6 +192,7 @@ def plan_layout(
             sizes={**sizes._asdict(), "ep": resolved.config.parallel.ep_size},
             num_readers=sizes.num_readers,
             recomputes=recomputes,
+            checkpointing=resolved.config.recomputation,
             assumes_balance=step.ledger.has_experts,
             flops=step.ledger.flops,
             rows=workload.batch * sizes.num_readers * num_steps,
@@ -206,6 +209,11 @@ def _strategy_of(resolved: Resolved, num_processes: int) -> str:
         raise ConfigError(
             f"{resolved.describe('strategy')} allocates its memory by itself, and its layouts are not planned; plan "
             "strategy 'fsdp2', which shards what ZeRO stage 3 does, or ask deepspeed.runtime.zero.stage3"
+        )
+    if resolved.config.activation_offload:
+        raise ConfigError(
+            f"{resolved.describe('activation_offload')} keeps in the host's memory what layers keep, and the plan is "
+            "that of one device; plan without it, and take activations away"
         )
     if resolved.config.fsdp.offload_params:
         raise ConfigError(

@@ -164,7 +164,7 @@ def test_a_rank_of_a_job_is_planned(llama: str, tmp_path: Path, capsys: pytest.C
     assert main(["estimate", llama, "--config", str(tmp_path / "job.yaml"), "--picture", str(picture)]) == 0
     text = capsys.readouterr().out
     assert "A rank of dp_shard 4 (fsdp2), 1 x 64 for each of 4 reader(s), AdamW" in text
-    for words in ("parameters", "with checkpointing", "without checkpointing", "peak", "all_gather", "not hidden"):
+    for words in ("parameters", "Policies; this plan has off", "computed again", "peak", "all_gather", "not hidden"):
         assert words in text
     bars = ElementTree.parse(picture).getroot().findall("{*}rect")
     assert len(bars) == 2 * 7  # the legend's and the plan's

@@ -268,3 +268,27 @@ def test_a_model_whose_step_depends_on_values_is_refused():
     resolved = resolve(explicit={"strategy": "fsdp2"}, environ={})
     with pytest.raises(ConfigError, match="Branching cannot take a step on tensors without values"):
         plan_layout(model, resolved, 2, Workload(), Cluster())
+
+
+def test_policies_of_checkpointing_keep_and_repeat_what_they_say() -> None:
+    plans = {
+        policy: plan(2, {"strategy": strategy, "activation_checkpointing": policy})
+        for strategy, policy in (("fsdp2", "off"), ("fsdp2", "selective"), ("fsdp2", "full"), ("fsdp2", "every:2"))
+    }
+    off, selective, full, every = plans.values()
+    assert off.activations > every.activations > full.activations
+    # Of a layer: queries, keys, values, the other matrix of attention, gate and up. Nobody needs that of `down` again.
+    products = 2 * B * L * 64 * (64 + 32 + 32 + 64 + 160 + 160)
+    attention = 2 * 2 * B * 4 * L * L * 16
+    assert full.flops - off.flops == 2 * (products + attention)
+    assert every.flops - off.flops == products + attention
+    assert selective.flops == off.flops
+    # Their results, that of down, and the sums of attention.
+    kept = 2 * B * L * 4 * (64 + 32 + 32 + 64 + 4 + 64 + 160 + 160 + 64)
+    assert selective.activations - full.activations == pytest.approx(kept, rel=0.03)
+    assert [each.checkpointing for each in plans.values()] == list(plans)
+
+
+def test_the_offload_of_activations_is_not_planned() -> None:
+    with pytest.raises(ConfigError, match=r"activation_offload=true .* plan without it, and take activations away"):
+        plan(2, {"strategy": "fsdp2", "activation_offload": True})
