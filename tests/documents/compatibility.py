@@ -12,10 +12,9 @@ from types import ModuleType
 from typing import Any
 
 from tests.conformance import test_chunked_loss, test_conformance, test_several, test_windows
-from tests.release.floors import PROJECT, floors
-from tests.conformance import test_conformance, test_several, test_windows
 from tests.odd import THINGS
 from tests.odd.loop import WHOLE
+from tests.release.floors import PROJECT, floors
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
