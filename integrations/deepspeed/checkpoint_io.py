@@ -413,7 +413,7 @@ class PartitionReads(Reads):
         trained, frozen = self._partitions.trained(tensor), self._partitions.frozen(tensor)
         is_unsharded = tuple(tensor.shape) == unsharded_shape(tensor)
         if is_unsharded:
-            self.add(stored, name, tensor.detach())
+            self.add(stored, name, tensor.data)  # by `detach` it would count as a change of the user
         if frozen is not None:
             fill = self._fill(stored, name, frozen)
 
