@@ -55,11 +55,12 @@ def tokens_BL() -> Tensor:
 
 def fuse_head(model: nn.Module) -> nn.Module:
     """Have the model's forward read the head's weight, and call the head for no loss, as kernels that fuse both do."""
+    from transformers.utils import ModelOutput
 
     def forward(self: Any, input_ids: Tensor, labels: Tensor) -> Any:
         hidden = self.model(input_ids=input_ids).last_hidden_state[:, :-1].flatten(0, 1)
         logits = hidden @ self.lm_head.weight.T
-        return types.SimpleNamespace(loss=nn.functional.cross_entropy(logits.float(), labels[:, 1:].flatten()))
+        return ModelOutput(loss=nn.functional.cross_entropy(logits.float(), labels[:, 1:].flatten()))
 
     model.forward = types.MethodType(forward, model)
     return model
