@@ -77,6 +77,8 @@ def configurations(draw):
     if "launch.min_processes" in values:
         assume(values.get("fsdp.replicate_size", 1) == 1)  # which would have to divide it
         values["launch.num_processes"] = values["launch.min_processes"] + 1
+    if "loss_chunk_tokens" in values:
+        values["loss"] = "chunked"
     if values.get("mixed_precision") == "fp8":
         assume(values.get("fp8.backend", "ao") == "ao" and values.get("parallel.tp_size", 1) == 1)
     return build_config(values)
