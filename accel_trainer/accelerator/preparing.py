@@ -174,6 +174,11 @@ class AcceleratorPreparing(AcceleratorSettings):
         bare = optimizer.optimizer if is_stale else optimizer
         if updates_in_backward(bare):
             check_in_backward(type(bare).__name__, self.config, self.process, self.strategy.capabilities)
+            if is_layerwise(bare) and self.config.ema_decay is not None:
+                raise ConfigError(
+                    f"{self.resolved.describe('ema_decay')} with {type(bare).__name__}, which updates parameter by "
+                    "parameter in the backward, so that no update ends for averages to follow; leave one of the two out"
+                )
             self.has_lomo_optimizer |= not is_layerwise(bare)
         return bare
 

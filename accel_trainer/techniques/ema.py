@@ -98,6 +98,7 @@ class AveragedWeights:
         own: dict[Tensor, Tensor] = {}
         for parameter, average in self._averages.items():
             # `data` leaves no trace of a change, which DeepSpeed's unit would take for the loop's own.
+            # By `data`: ZeRO's next step would take it for a change of the user's, and round its fp32 weights by it.
             value = local_tensor(parameter).data
             before = value.clone()
             value.copy_(kept.get(parameter, average))

@@ -22,6 +22,8 @@ from accel_trainer.errors import ConfigError
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
+_Matrix = tuple[Any, Tensor, dict[str, Any]]
+"""A parameter, this rank's shard of what is to be orthogonalized, and the parameter's group."""
 
 
 def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -30,20 +32,24 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     Hidden matrices have two dimensions, or three where they are those of several experts. Embeddings, and heads, which
     of models of transformers are all that is outside of `base_model`, are among the others.
     """
+    outer = _outer_parameters(model)
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            groups[parameter.ndim in (2, 3) and id(parameter) not in outer].append(parameter)
+    return [{"params": own, "use_muon": use_muon} for use_muon, own in groups.items() if own]
+
+
+def _outer_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of embeddings and heads."""
     inner: Any = getattr(model, "get_base_model", lambda: model)()  # of PEFT, the model within
     body = getattr(inner, "base_model", inner)
-    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    head = getattr(inner, "get_output_embeddings", lambda: None)()
     outer = {*map(id, body.parameters())} ^ {*map(id, inner.parameters())}
     for module in model.modules():
         if module is head or isinstance(module, nn.Embedding):
             outer.update(map(id, module.parameters()))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    is_hidden = [parameter.ndim in (2, 3) and id(parameter) not in outer for parameter in trained]
-    groups = [
-        {"params": [p for p, own in zip(trained, is_hidden, strict=True) if own is use_muon], "use_muon": use_muon}
-        for use_muon in (True, False)
-    ]
-    return [group for group in groups if group["params"]]
+    return outer
 
 
 class Muon(Optimizer):
@@ -104,13 +110,12 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        shared: dict[Any, list[tuple[Tensor, Tensor, dict[str, Any]]]] = {}
+        shared: dict[Any, list[_Matrix]] = {}
         for group in self.param_groups:
             for parameter in group["params"] if group["use_muon"] else ():
                 if parameter.grad is None:
                     continue
-                direction = self._direction(parameter, group)
-                axes = _axes_within(parameter)
+                direction, axes = self._direction(parameter, group), _axes_within(parameter)
                 if len(axes) == 1 and type(parameter.placements[axes[0]]) is Shard:
                     # By what travels together; in the order of all ranks.
                     ranks = parameter.device_mesh.get_group(axes[0])
@@ -122,12 +127,7 @@ class Muon(Optimizer):
                 else:
                     _apply(parameter, _orthogonalize(direction, group["ns_steps"]), group)
         for (ranks, _), matrices in shared.items():
-            # Those of about the same size together: each rank has one of them.
-            matrices.sort(key=lambda entry: entry[0].numel())
-            size = dist.get_world_size(ranks)
-            for wave in (matrices[begin : begin + size] for begin in range(0, len(matrices), size)):
-                for (parameter, _, group), update in zip(wave, _orthogonalize_shards(wave, ranks), strict=True):
-                    _apply(parameter, update, group)
+            _update_shards(matrices, ranks)
         self._step_others()
         return loss
 
@@ -171,28 +171,45 @@ def _orthogonalize(matrices: Tensor, num_steps: int) -> Tensor:
     return x.mT if is_tall else x
 
 
-def _orthogonalize_shards(
-    wave: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], ranks: dist.ProcessGroup
-) -> list[Tensor]:
+def _update_shards(matrices: list[_Matrix], ranks: dist.ProcessGroup) -> None:
+    """Update this rank's shards of matrices that ranks share. Collective."""
+    # Those of about the same size together: each rank has one of them.
+    matrices.sort(key=lambda entry: entry[0].numel())
+    size = dist.get_world_size(ranks)
+    for begin in range(0, len(matrices), size):
+        wave = matrices[begin : begin + size]
+        for (parameter, _, group), update in zip(wave, _orthogonalize_shards(wave, ranks), strict=True):
+            _apply(parameter, update, group)
+
+
+def _orthogonalize_shards(wave: Sequence[_Matrix], ranks: dist.ProcessGroup) -> list[Tensor]:
     """Return this rank's shards of matrices, at most one for each of the ranks that share them. Collective."""
     rank, size = dist.get_rank(ranks), dist.get_world_size(ranks)
     directions = [direction for _, direction, _ in wave]
     num_sent = [direction.numel() for direction in directions] + [0] * (size - len(wave))
-    shapes: list[list[int]] = []
-    if rank < len(wave):
-        parameter, own, group = wave[rank]
-        dim = _sharded_dim(parameter)
-        lengths = [chunk_of(parameter.shape[dim], size, each)[1] for each in range(size)]
-        shapes = [[*own.shape[:dim], length, *own.shape[dim + 1 :]] for length in lengths]
-    num_received = [math.prod(shape) for shape in shapes] or [0] * size
+    own = wave[rank] if rank < len(wave) else None
+    num_received = [0] * size if own is None else [math.prod(shape) for shape in _shard_shapes(own, size)]
     parts = _exchange(torch.cat([each.reshape(-1) for each in directions]), num_received, num_sent, ranks)
-    back = parts
-    if shapes:
-        shards = [part.view(shape) for part, shape in zip(parts.split(num_received), shapes, strict=True)]
-        whole = _orthogonalize(torch.cat(shards, dim), group["ns_steps"])
-        back = torch.cat([part.reshape(-1) for part in whole.split(lengths, dim)])
-    updates = _exchange(back, num_sent, num_received, ranks).split(num_sent)
+    if own is not None:
+        parts = _orthogonalize_parts(parts.split(num_received), own)
+    updates = _exchange(parts, num_sent, num_received, ranks).split(num_sent)
     return [update.view_as(each) for update, each in zip(updates, directions, strict=False)]
+
+
+def _shard_shapes(matrix: _Matrix, size: int) -> list[list[int]]:
+    """Return the shapes of the shards of a matrix on the ranks that share it."""
+    parameter, own, _ = matrix
+    dim = _sharded_dim(parameter)
+    lengths = [chunk_of(parameter.shape[dim], size, each)[1] for each in range(size)]
+    return [[*own.shape[:dim], length, *own.shape[dim + 1 :]] for length in lengths]
+
+
+def _orthogonalize_parts(parts: Sequence[Tensor], matrix: _Matrix) -> Tensor:
+    """Return the shards of a matrix, one after the other, orthogonalized as a whole."""
+    dim, shapes = _sharded_dim(matrix[0]), _shard_shapes(matrix, len(parts))
+    whole = torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim)
+    whole = _orthogonalize(whole, matrix[2]["ns_steps"])
+    return torch.cat([part.reshape(-1) for part in whole.split([shape[dim] for shape in shapes], dim)])
 
 
 def _sharded_dim(parameter: Any) -> int:

@@ -117,6 +117,23 @@ def train_hybrid(folder: str) -> dict[str, Any]:
     return train("hsdp", folder)
 
 
+def train_16_bits() -> list[State]:
+    """Return the fp32 weights of an engine in bf16, with evaluations by the averages in between, and without."""
+    found = []
+    for evaluates in (True, False):
+        loop = Loop({**config_of("zero2", 2), "mixed_precision": "bf16"})
+        for _ in range(3):
+            tokens = batches()[0].chunk(2)[loop.accelerator.process_index]
+            loop.accelerator.backward(loop.model(input_ids=tokens, labels=tokens).loss)
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+            if evaluates:
+                loop.averages()
+        found.append(copied(loop.accelerator.get_state_dict(loop.model)))
+        loop.accelerator.free_memory()
+    return found
+
+
 def resume_alone(folder: str) -> tuple[State, list[float]]:
     loop = Loop({"strategy": "single"})
     loop.accelerator.load_state(f"{folder}/state")
@@ -285,6 +302,17 @@ def test_a_schedule_free_optimizer_is_refused():
         accelerator.prepare(model, ScheduleFree(model.parameters(), lr=0.1))
 
 
+class LayerWise(torch.optim.SGD):
+    optimizer_dict: Any = None
+
+
+def test_an_optimizer_without_updates_of_its_own_is_refused():
+    model = nn.Linear(2, 1)
+    accelerator = Accelerator(cpu=True, config={"ema_decay": 0.5})
+    with pytest.raises(ConfigError, match=r"ema_decay=0\.5 .*with LayerWise, which updates parameter by parameter"):
+        accelerator.prepare(model, LayerWise(model.parameters(), lr=0.1))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -295,6 +323,14 @@ def test_a_schedule_free_optimizer_is_refused():
 def test_a_decay_that_cannot_be_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         resolve(file=options)
+
+
+@pytest.mark.multirank
+@pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
+def test_an_evaluation_leaves_the_engines_fp32_weights_alone():
+    evaluated, alone = run_ranks(train_16_bits, 2, timeout=100)[0]
+    assert evaluated["lm_head.weight"].dtype == torch.float32
+    same(evaluated, alone, 0)
 
 
 def stage_three() -> None:
