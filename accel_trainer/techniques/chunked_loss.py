@@ -319,6 +319,8 @@ class _Criterion:
             both = torch.stack(numbers)
             dist.all_reduce(both, group=self.group)
             numbers = list(both)
+            # As with loss_parallel: torch stops at such a target, but looking would wait for the device.
+            numbers[0].masked_fill_((target < 0) | (target >= vocab_size), float("nan"))
         losses = -(1.0 - smoothing) * numbers[0]
         if smoothing:
             losses = losses - smoothing / vocab_size * numbers[1]
@@ -387,7 +389,7 @@ def _pass_over_chunks(
     wide = torch.promote_types(weight.dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
-    of_weight = torch.empty_like(weight, dtype=wide) if wanted[1] else None
+    of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
     of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     for start in range(0, len(hidden), length := criterion.settings.chunk_length(weight)):
         rows = slice(start, start + length)
@@ -404,20 +406,14 @@ def _pass_over_chunks(
         if of_hidden is not None:
             torch.mm(gradient, weight, out=of_hidden[rows]).mul_(mask)
         if of_weight is not None:
-            _add_product(of_weight, gradient.t(), hidden[rows] * mask, is_first=start == 0)
+            counted = hidden[rows] * mask
+            if wide == weight.dtype:
+                of_weight.addmm_(gradient.t(), counted)
+            else:
+                of_weight.add_(gradient.t() @ counted)
         if of_bias is not None:
             of_bias += counts.to(gradient.dtype) @ gradient
     return total, [of_hidden, of_weight, of_bias]
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    """Add a matrix product to a total, or begin it with that."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b, beta=0.0 if is_first else 1.0)
-    elif is_first:
-        total.copy_(a @ b)
-    else:
-        total.add_(a @ b)
 
 
 def _liger_sum(criterion: _Criterion, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:

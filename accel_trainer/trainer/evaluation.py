@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 from transformers.utils import logging
 
+from accel_trainer.config import LossImplementation
 from accel_trainer.runtime.collectives import gather_object
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.runtime.tensor_trees import is_tensor, send_to_device
@@ -172,8 +173,8 @@ class _Pass:
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
         """Return loss, logits and labels of one batch, in memory that the next batch leaves alone."""
         config = self.trainer.accelerator.config
-        may_skip = config.parallel.sequence_size > 1 or find_chunked_loss(model) is not None
-        if loss_only and may_skip and isinstance(inputs, dict):
+        is_plain = config.loss is LossImplementation.PLAIN or find_chunked_loss(model) is None
+        if loss_only and not (is_plain and config.parallel.sequence_size == 1) and isinstance(inputs, dict):
             inputs = {**inputs, "skip_logits": True}  # as upstream asks of models with liger's kernels
         loss, logits, labels = self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
         if reuses_outputs(config.compile):

@@ -465,7 +465,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
 
     def _smoothing_chunks(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context in which a loss that is made in chunks smooths labels itself: upstream's smoother wants logits."""
-        chunked = find_chunked_loss(model)
+        is_plain = self.accelerator.config.loss is LossImplementation.PLAIN
+        chunked = None if is_plain else find_chunked_loss(model)
         if chunked is None:
             return nullcontext()
         chunked.label_smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from accel_trainer import Accelerator
 from accel_trainer.config import LossImplementation
 from accel_trainer.errors import ConfigError, MissingExtraError
-from accel_trainer.techniques.chunked_loss import AbsentLogitsError, LossSettings, find_chunked_loss
+from accel_trainer.techniques.chunked_loss import AbsentLogitsError, LossSettings, _Criterion, find_chunked_loss
+from tests.ranks import preload, run_ranks
+
+preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
 
 VOCABULARY = 97
 LAYERS = {
@@ -374,3 +378,54 @@ def test_liger_gets_the_scale_and_the_cap_of_the_logits(monkeypatch: pytest.Monk
     assert_same(gradients(model, **batch()), gradients(build(family), **batch()))
     with pytest.raises(ConfigError, match=r"loss=liger has a kernel for .* this model's are changed by 'add', too"):
         other(**batch())
+
+
+CAP = (("div", 3.0), ("tanh", None), ("mul", 3.0), ("to", torch.float32))
+
+
+def head() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return hidden states (9, 8), a head (12, 8) with its bias, and targets, two of which do not count."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((9, 8), (12, 8), (12,)))
+    target = torch.arange(9) % 12
+    target[[2, 7]] = -100
+    return hidden.requires_grad_(), weight, bias, target
+
+
+def sums_of_shards(changes: Any, smoothing: float) -> list[Tensor]:
+    """Return the sum, and its gradients, of a head of which each rank has half the words; NaN for no word at all."""
+    dist.init_process_group("gloo")
+    rank, (hidden, weight, bias, target) = dist.get_rank(), head()
+    weight, bias = (x[6 * rank : 6 * rank + 6].clone().requires_grad_() for x in (weight, bias))
+    settings = LossSettings(LossImplementation.CHUNKED, 4)
+    criterion = _Criterion(settings, changes, -100, smoothing, dist.group.WORLD, wants_gradients=True)
+    total = criterion.of_tensors(hidden, weight, bias, target)
+    total.backward()
+    dist.all_reduce(hidden.grad)
+    target[0] = 12
+    with torch.no_grad():
+        assert criterion.of_tensors(hidden, weight, bias, target).isnan()
+    return [total.detach(), hidden.grad, weight.grad, bias.grad]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("changes", [(), CAP], ids=["bare", "capped"])
+def test_ranks_that_share_the_words_find_the_loss_of_all(changes: Any, smoothing: float):
+    hidden, weight, bias, target = head()
+    weight.requires_grad_(), bias.requires_grad_()
+    logits = nn.functional.linear(hidden, weight, bias)
+    logits = 3.0 * torch.tanh(logits / 3.0) if changes else logits
+    total = nn.functional.cross_entropy(logits, target, reduction="sum", label_smoothing=smoothing)
+    total.backward()
+    for rank, found in enumerate(run_ranks(sums_of_shards, 2, changes, smoothing, timeout=100)):
+        own = slice(6 * rank, 6 * rank + 6)
+        expected = [total.detach(), hidden.grad, weight.grad[own], bias.grad[own]]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_no_tokens_have_gradients_of_zero():
+    hidden, weight, bias, target = head()
+    weight.requires_grad_()
+    criterion = _Criterion(LossSettings(LossImplementation.CHUNKED, None), (), -100, 0.0, None, wants_gradients=True)
+    criterion.of_tensors(hidden[:0], weight, bias, target[:0]).backward()
+    assert not weight.grad.any()
