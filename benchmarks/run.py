@@ -22,6 +22,7 @@ import data_loading
 import guards_step
 import meters_step
 import native_step
+import packing
 import startup
 import torch
 import transformers
@@ -66,6 +67,7 @@ BENCHMARKS = {
     "fsdp2": lambda rounds: _two_processes("fsdp2_step.py", rounds),
     "zero": lambda rounds: _two_processes("zero_step.py", rounds),
     "data": data_loading.measure,
+    "packing": packing.measure,
     "checkpoints": checkpoints.measure,
     "background": lambda rounds: _two_processes("background_saves.py", rounds),
     "loading": lambda rounds: _two_processes("sharded_load.py", rounds),
