@@ -97,7 +97,6 @@ class AveragedWeights:
         """Put averages, or values that were `kept`, into the parameters; return those that found no place in them."""
         own: dict[Tensor, Tensor] = {}
         for parameter, average in self._averages.items():
-            # `data` leaves no trace of a change, which DeepSpeed's unit would take for the loop's own.
             # By `data`: ZeRO's next step would take it for a change of the user's, and round its fp32 weights by it.
             value = local_tensor(parameter).data
             before = value.clone()
