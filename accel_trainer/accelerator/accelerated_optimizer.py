@@ -153,7 +153,7 @@ class AcceleratedOptimizer(Optimizer):
         if self.updates_in_backward:
             # By the loss: it raises, warns or rolls back.
             self._step_was_skipped = self._guard is not None and self._guard.skips()
-            self._average()
+            self._end_update()
             return None
         if not self.prepared:
             return self.optimizer.step(closure)
@@ -166,7 +166,7 @@ class AcceleratedOptimizer(Optimizer):
         unit = self.prepared[0].unit
         if closure is None:
             self._step_unit(unit)
-            return self._average()
+            return self._end_update()
         returned: list[Any] = []
 
         def recorded() -> Any:
@@ -176,13 +176,15 @@ class AcceleratedOptimizer(Optimizer):
         if self._guard is not None:
             self._guard.drop()
         self._step_was_skipped = not unit.step(recorded, optimizer=self.optimizer).applied
-        self._average()
+        self._end_update()
         return returned[0] if returned else None
 
-    def _average(self) -> None:
+    def _end_update(self) -> None:
         """Take the new weights into the averages of the models that this optimizer is the last one of."""
         for prepared in self.prepared:
             unit = prepared.unit
+            if unit.backward_updates is not None:
+                unit.backward_updates.end_update()
             if unit.averages is not None and not self._step_was_skipped and unit.optimizers[-1] is self.optimizer:
                 unit.averages.update()
 
@@ -203,7 +205,9 @@ class AcceleratedOptimizer(Optimizer):
             guard.drop()  # ranks have norms of their own: one alone would call the others, who do not come
             return False
         if guard.norm is None:  # the loop has computed none
-            if guard.wants_sample and self.samples:
+            if unit.backward_updates is not None:
+                guard.take_sample(unit.backward_updates.take_sample())
+            elif guard.wants_sample and self.samples:
                 guard.take_sample(sample_sum(self.samples))
             elif guard.wants_norm:
                 guard.norm = unit.clip_grad_norm(parameters_of(self), float("inf"))

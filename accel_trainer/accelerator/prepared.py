@@ -108,11 +108,14 @@ class Prepared:
         """The user's own of wrapped optimizers whose model has not been prepared."""
         return [wrapped.optimizer for wrapped in self.optimizers if not wrapped.prepared]
 
-    def join(self) -> None:
-        """Let wrapped optimizers that were alone step with the units that have been prepared since."""
+    def join(self, *, in_backward: bool) -> None:
+        """Let wrapped optimizers that were alone step with the units prepared since; all `in_backward`, if asked."""
         for wrapped in self.optimizers:
             if not wrapped.prepared:
                 wrapped.prepared = tuple(self.units_of(wrapped.optimizer))
+        for prepared in self.units:
+            if in_backward and prepared.unit.optimizers:
+                prepared.unit.update_in_backward()
 
     def drop(self, units: list[PreparedUnit]) -> None:
         """Take out units whose models are to be prepared anew."""

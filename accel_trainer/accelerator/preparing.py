@@ -37,10 +37,17 @@ from accel_trainer.runtime.rng import seed_own_streams
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.optimizers import OptimizerPlaceholder, parameters_of
 from accel_trainer.techniques.chunked_loss import apply_chunked_loss, check_chunked_loss
+from accel_trainer.strategies.optimizers import OptimizerPlaceholder, check_kind, parameters_of
 
 logger = logging.get_logger(__name__)
 
 T = TypeVar("T")
+
+_UNKNOWN_PARAMETERS = {
+    "torchao.CPUOffloadOptimizer": "it steps copies of the parameters, by hooks and a state_dict() of its own, so that "
+    "no checkpoint would know them; keep shards and states in host memory with strategy 'fsdp2' and "
+    "fsdp.offload_params, or with DeepSpeed's offload_optimizer"
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +179,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         """Return the bare optimizer of another Accelerator's wrapper, or of one before `free_memory`."""
         is_stale = isinstance(optimizer, AcceleratedOptimizer) and optimizer not in self._prepared.optimizers
         bare = optimizer.optimizer if is_stale else optimizer
+        check_kind(bare, _UNKNOWN_PARAMETERS, self.strategy.name)
         if updates_in_backward(bare):
             check_in_backward(type(bare).__name__, self.config, self.process, self.strategy.capabilities)
             if is_layerwise(bare) and self.config.ema_decay is not None:
@@ -331,7 +339,7 @@ class AcceleratorPreparing(AcceleratorSettings):
             PROGRESS.begin()
         called = {id(model): _wrapper_of(model, found[id(model)]) for model in models}
         called |= {key: self._prepare_job(job) for key, job in jobs.items()}
-        self._prepared.join()
+        self._prepared.join(in_backward=self.config.optimizer_in_backward)
         return called
 
     def _check_jobs(self, jobs: Collection[TrainJob], replaced: Sequence[PreparedUnit]) -> None:

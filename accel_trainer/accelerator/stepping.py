@@ -51,6 +51,10 @@ class AcceleratorStepping(AcceleratorSettings):
         setting = f"gradient_accumulation_steps = {num_steps!r}"
         if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
             raise ConfigError(f"{setting}: expected an integer, 1 or more")
+        if self.config.optimizer_in_backward:
+            raise ConfigError(
+                f"{setting}: with {self.resolved.describe('optimizer_in_backward')} an update is made in each backward"
+            )
         if not self.strategy.capabilities.settable_accumulation:
             raise ConfigError(
                 f"{setting}: strategy {self.strategy.name!r} has its number of micro-batches since the model was "

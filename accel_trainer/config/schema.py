@@ -392,6 +392,8 @@ class RunConfig:
     """How often in a row on_nonfinite rollback goes back to the same checkpoint before it raises."""
     ema_decay: float | None = None
     """Keep averages of the weights, `decay * average + (1 - decay) * weight` after each update; None keeps none."""
+    optimizer_in_backward: bool = False
+    """Update each parameter as soon as its gradient is there, and free that: gradients never take memory together."""
     on_changed_run: ChangedRunAction = ChangedRunAction.AUTO
     """A resume with other samples in an update: refuse or warn; auto refuses it in a Trainer on as many ranks."""
     loss: LossImplementation = LossImplementation.PLAIN

@@ -331,6 +331,7 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
         ),
         *_activation_checks(config, describe),
         *_local_step_checks(config, describe),
+        *_backward_update_checks(config, describe),
     )
     return [*axis_problems(config, describe), *(problem for is_wrong, problem in checks if is_wrong)]
 
@@ -384,6 +385,37 @@ def _local_step_checks(config: RunConfig, describe: Callable[[str], str]) -> Ite
         yield (
             config.local_steps is not None and is_wrong,
             f"{describe('local_steps')} contradicts {describe(path)}, {reason}",
+        )
+
+
+def _backward_update_checks(config: RunConfig, describe: Callable[[str], str]) -> Iterator[tuple[bool, str]]:
+    """Yield the options against updates in the backward: whether one is, and the message."""
+    for path, is_wrong, reason in (
+        (
+            "strategy",
+            config.strategy in ("ddp", "deepspeed"),
+            "which keeps all gradients in buffers of its own, so that none would be freed; use strategy fsdp2",
+        ),
+        (
+            "accumulation.num_steps",
+            config.accumulation.num_steps > 1,
+            "whose gradients are added up before an update is made; use windows of one micro-batch",
+        ),
+        (
+            "mixed_precision",
+            config.mixed_precision == MixedPrecision.FP16,
+            "whose gradients are looked at together before an update is made; use bf16",
+        ),
+        (
+            "on_nonfinite",
+            config.on_nonfinite in (NonFiniteAction.SKIP_STEP, NonFiniteAction.ROLLBACK),
+            "for which gradients are looked at together before an update is made; use raise or warn",
+        ),
+        ("local_steps", config.local_steps is not None, "which is of strategy ddp; leave one of the two out"),
+    ):
+        yield (
+            config.optimizer_in_backward and is_wrong,
+            f"{describe('optimizer_in_backward')} contradicts {describe(path)}, {reason}",
         )
 
 

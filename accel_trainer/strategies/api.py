@@ -27,12 +27,14 @@ from torch.optim import Optimizer
 from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.checkpoint.shards import local_tensor
 from accel_trainer.config import Resolved, RunConfig
+from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.comm_hooks import CommHook
 from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.parameter_state.base_io import CheckpointIO
+from accel_trainer.techniques.backward_updates import BackwardUpdates
 from accel_trainer.techniques.ema import AveragedWeights
 
 __all__ = [
@@ -164,6 +166,8 @@ class TrainUnit(Protocol):
     """For updates of each rank's replica by itself; None where ranks hold no replicas, or exchange nothing."""
     averages: AveragedWeights | None = None
     """Moving averages of the weights, where `ema_decay` asks for them."""
+    backward_updates: BackwardUpdates | None = None
+    """Updates of parameters in the backward, where `optimizer_in_backward` asks for them."""
     fixes_parameters: bool = False
     """Whether the parameters that are trained are those that it was built with."""
     keeps_buffers_apart: bool = False
@@ -235,6 +239,17 @@ class TrainUnit(Protocol):
         if self.averages is not None:
             self.averages.copy_to_model()
         self.averages = None
+
+    def update_in_backward(self) -> None:
+        """Have the optimizers that are bound now update parameters in the backward, and free the gradients.
+
+        Raises:
+            ConfigError: the engine, or an optimizer, cannot.
+        """
+        raise ConfigError(
+            f"optimizer_in_backward: {type(self.module).__name__} is in an engine that exchanges gradients, or holds "
+            "them, in a way of its own, so that none would be freed; use strategy 'fsdp2', or one process"
+        )
 
     def take_scheduler(self) -> Any:
         """Return the schedule of the engine's own configuration, which the engine steps no longer; None without one."""

@@ -191,6 +191,7 @@ class DDPUnit(NativeUnit):
 
     def release(self) -> None:
         """Let the module be wrapped again, after an error within a forward or backward, too."""
+        super().release()
         for hook in self._hooks:
             hook.remove()
         if self._replicas is not None:
@@ -231,6 +232,11 @@ class DDPStrategy(BaseStrategy):
         if job.comm_hook is not None:
             job.comm_hook.check(process.device)
         select_layers(job)
+        if job.config.optimizer_in_backward and process.backend is not None:
+            raise ConfigError(
+                f"{job.resolved.describe('optimizer_in_backward')} with strategy 'ddp', whose buckets hold all "
+                "gradients until they are exchanged, so that none would be freed; use strategy 'fsdp2'"
+            )
         check_optimizers(job)
 
     def prepare(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> DDPUnit:

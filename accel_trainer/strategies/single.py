@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -33,6 +33,7 @@ from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.layers import select_layers, treat_activations
 from accel_trainer.strategies.optimizers import check_disjoint, check_optimizer_belongs
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO, state_follows_parameters
+from accel_trainer.techniques.backward_updates import BackwardUpdates
 from accel_trainer.techniques.ema import build_averages, check_averaging
 
 logger = logging.get_logger(__name__)
@@ -174,8 +175,25 @@ class NativeUnit(TrainUnit):
             for each in self.optimizers if optimizer is None else (optimizer,):
                 self._scale.unscale(each)
 
+    def update_in_backward(self) -> None:
+        """Have the optimizers that are bound now update parameters in the backward."""
+        self._update_in_backward(list(self.module.parameters()))
+
+    def _update_in_backward(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.backward_updates = self.backward_updates or BackwardUpdates(gradients.choose_samples(parameters))
+        for optimizer in self.optimizers:
+            self.backward_updates.watch(optimizer, parameters)
+
+    def _require_gradients(self, doing: str) -> None:
+        if self.backward_updates is not None:
+            raise ConfigError(
+                f"{doing} needs the gradients of all parameters, and with optimizer_in_backward the backward has used "
+                "and freed them; leave one of the two out (of a Trainer, set max_grad_norm=0)"
+            )
+
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the accumulated gradients by `factor`."""
+        self._require_gradients("a window that is weighed after its backward (global_token_mean, accumulation)")
         gradients.scale_gradients(self.module.parameters(), factor)
 
     def held_gradients(self) -> HeldGradients | None:
@@ -194,10 +212,12 @@ class NativeUnit(TrainUnit):
 
     def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Bound the global gradient norm; return it as it was before. See `gradients.clip_grad_norm`."""
+        self._require_gradients("clip_grad_norm_()")
         return gradients.clip_grad_norm(self._unscaled(parameters), max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element."""
+        self._require_gradients("clip_grad_value_()")
         gradients.clip_grad_value(self._unscaled(parameters), clip_value)
 
     def _unscaled(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -261,6 +281,11 @@ class NativeUnit(TrainUnit):
         for optimizer in job.optimizers:
             self.bind_optimizer(optimizer)
         return self
+
+    def release(self) -> None:
+        """Leave updates to the optimizers again."""
+        if self.backward_updates is not None:
+            self.backward_updates.remove()
 
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""

@@ -521,7 +521,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
         return self._bound_grad_norm(model, float("inf")) if grad_norm is None else grad_norm
 
     def _bound_grad_norm(self, model: nn.Module, max_norm: float) -> Any:
-        if getattr(self.optimizer, "updates_in_backward", False):
+        in_backward = self.accelerator.config.optimizer_in_backward
+        if in_backward or getattr(self.optimizer, "updates_in_backward", False):
             return None  # the gradients are gone
         return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 

@@ -40,6 +40,7 @@ SPECIAL = {
     "parallel.tp_size": st.just(1),
     "parallel.tp_plan": st.just(()),
     "ema_decay": st.floats(0.01, 0.99),
+    "optimizer_in_backward": st.just(False),
     "outer_optimizer.momentum": st.floats(0, 0.99),
     "peak_flops": st.floats(1e9, 1e18),
     "preemption.signals": st.lists(st.sampled_from(["SIGTERM", "SIGUSR1", "SIGUSR2"]), unique=True).map(tuple),

@@ -190,6 +190,15 @@ def test_checkpoints_of_quantised_shards_are_refused_before_training(tmp_path):
     run_ranks(refused_shards, 2, str(tmp_path))
 
 
+def test_torchaos_offload_is_refused_by_name():
+    model = torch.nn.Linear(2, 2)
+    kind = type("CPUOffloadOptimizer", (torch.optim.SGD,), {"__module__": "torchao.optim.cpu_offload"})
+    with pytest.raises(
+        ConfigError, match=r"torchao\.optim\.cpu_offload\.CPUOffloadOptimizer cannot .*fsdp.offload_params"
+    ):
+        Accelerator(cpu=True).prepare(model, kind(model.parameters(), lr=0.1))
+
+
 def resume(folder: str, name: str, strategy: str) -> list[list[float]]:
     """Return the losses of a run, and of one that goes on from its first checkpoint."""
     found = []

@@ -137,6 +137,13 @@ class FSDP2Unit(NativeUnit):
             group["params"] = [known.get(id(p), p) for p in group["params"]]
         update_by_shards(optimizer)
 
+    def update_in_backward(self) -> None:
+        """Have optimizers update the shards in the backward; what is not sharded is averaged at its end, and waits."""
+        why = "its exchanges would come between those of the backward; leave optimizer_in_backward out"
+        for optimizer in self.optimizers:
+            check_kind(optimizer, {"accel_trainer.Muon": why, "transformers.Adafactor": why}, "fsdp2")
+        self._update_in_backward([p for p in self.module.parameters() if isinstance(p, DTensor)])
+
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
         self._reshard()

@@ -64,6 +64,7 @@ _OPTIONS = {
     "meters": "meters",
     "on_changed_run": "on_changed_run",
     "on_nonfinite": "on_nonfinite",
+    "optimizer_in_backward": "optimizer_in_backward",
     "outer_optimizer_lr": "outer_optimizer.lr",
     "outer_optimizer_momentum": "outer_optimizer.momentum",
     "outer_optimizer_nesterov": "outer_optimizer.nesterov",
@@ -183,6 +184,7 @@ class TrainingArguments(transformers.TrainingArguments):
     meters: bool = _mirrored("meters")
     peak_flops: float | None = _mirrored("peak_flops")
     ema_decay: float | None = _mirrored("ema_decay")
+    optimizer_in_backward: bool = _mirrored("optimizer_in_backward")
     preempt_signals: str = _argument(
         "SIGTERM,SIGUSR1,SIGINT",
         "Signals at which a run that saves checkpoints saves one and ends with exit code 85, at the next micro-batch, "
