@@ -26,6 +26,7 @@ import packing
 import startup
 import torch
 import transformers
+import weight_updates
 from timing import Row, print_rows
 
 HERE = Path(__file__).parent
@@ -65,6 +66,7 @@ BENCHMARKS = {
     ),
     "trainer2": lambda rounds: _two_processes("trainer_two_ranks.py", rounds),
     "fsdp2": lambda rounds: _two_processes("fsdp2_step.py", rounds),
+    "updates": weight_updates.measure,
     "zero": lambda rounds: _two_processes("zero_step.py", rounds),
     "data": data_loading.measure,
     "packing": packing.measure,
