@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import checkpoints
+import chunked_loss
 import data_loading
 import guards_step
 import meters_step
@@ -57,6 +58,7 @@ def _two_processes(script: str, rounds: int) -> list[Row]:
 
 BENCHMARKS = {
     "native": native_step.measure,
+    "loss": chunked_loss.measure,
     "guards": lambda rounds: [*guards_step.measure(rounds), *_two_processes("guards_step.py", rounds)],
     "meters": meters_step.measure,
     "trainer": lambda rounds: _with_peer("trainer_step.py", rounds),

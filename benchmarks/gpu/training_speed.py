@@ -1,6 +1,8 @@
 """Tokens a second, utilisation and peak memory: plain loop, native loop, our Trainer, upstream's; interleaved.
 
-All four: fp32 weights, bf16 autocast, fused AdamW, clipping to 1, a linear schedule, pinned batches.
+The native loop with other losses, too: in chunks, and by Liger's kernel where that is installed.
+
+All of them: fp32 weights, bf16 autocast, fused AdamW, clipping to 1, a linear schedule, pinned batches.
 """
 
 from __future__ import annotations
@@ -106,6 +108,8 @@ def _peers() -> dict[str, Peer]:
     return {
         "plain": plain,
         "native": native,
+        "chunked": partial(native, config={"loss": "chunked"}),
+        "liger": partial(native, config={"loss": "liger"}),
         "trainer": partial(by_trainer, trainer),
         "upstream": partial(by_trainer, transformers),
     }
@@ -138,7 +142,7 @@ def main() -> None:
         for name in names[number % len(names) :] + names[: number % len(names)]:
             try:
                 rounds.setdefault(name, []).append(run_peer(options, peers[name]))
-            except ImportError as error:  # upstream's Trainer without Hugging Face accelerate
+            except ImportError as error:  # upstream's Trainer without Hugging Face accelerate, or Liger
                 del peers[name], rounds[name]
                 emit(what="left out", peer=name, why=str(error).strip().splitlines()[0])
     seconds = {name: median([each[0] for each in results]) for name, results in rounds.items()}

@@ -46,7 +46,7 @@ def lines_of(part: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("part", ["speed", "recompute"])
 def test_every_peer_is_timed_beside_a_plain_loop(part: str):
     by_peer = {line["peer"]: line for line in lines_of(part) if line["what"] == "speed"}
-    assert by_peer.keys() >= {"plain", "native", "trainer"}
+    assert by_peer.keys() >= {"plain", "native", "chunked", "trainer"}
     assert by_peer["plain"]["times_plain"] == 1
     assert all(line["recompute"] == (part == "recompute") for line in by_peer.values())
     assert (by_peer["native"]["bound"], by_peer["trainer"]["bound"]) == (1.02, 1.03)
