@@ -35,9 +35,8 @@ from accel_trainer.runtime.model_wrappers import find_sharded_at_load, flattens_
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rng import seed_own_streams
 from accel_trainer.strategies.api import TrainJob
-from accel_trainer.strategies.optimizers import OptimizerPlaceholder, parameters_of
-from accel_trainer.techniques.chunked_loss import apply_chunked_loss, check_chunked_loss
 from accel_trainer.strategies.optimizers import OptimizerPlaceholder, check_kind, parameters_of
+from accel_trainer.techniques.chunked_loss import apply_chunked_loss, check_chunked_loss
 
 logger = logging.get_logger(__name__)
 

@@ -151,8 +151,6 @@ def _check_options(args: TrainingArguments, accelerator: Accelerator) -> None:
             f"max_grad_norm={args.max_grad_norm}, gradient_accumulation_steps={args.gradient_accumulation_steps} would "
             "need all of them; set max_grad_norm=0 and gradient_accumulation_steps=1"
         )
-    if facts.shards_parameters:
-        check_recomputation(args, accelerator.resolved)
     if args.auto_find_batch_size and facts.builds_engine:
         raise ConfigError(
             f"auto_find_batch_size is set with strategy {accelerator.strategy.name!r}, whose engine is built for one "
