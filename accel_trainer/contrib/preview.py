@@ -69,34 +69,43 @@ def preview(file: str, num_batches: int) -> Iterator[str]:
         padding_free=options["padding_free"],
         columns=("input_ids", "labels", "attention_mask"),
     )
-    counts, computed = Counter[tuple[str, str]](), 0
+    counts, computed = _Counts(), 0
     for number, group in enumerate(islice(loader, max(num_batches, _COUNTED_BATCHES))):
         documents = [document for row in group for document in (row if isinstance(row, list) else [row])]
-        batch = collate(group)
-        own = Counter[tuple[str, str]]()
-        for document in documents:
-            name = mixture.names[document[_SOURCE]]
-            own.update({(name, "documents"): 1, (name, "tokens"): len(document["input_ids"])})
-        counts, computed = counts + own, computed + batch["input_ids"].numel()
+        tokens = collate(group)["input_ids"]
+        own = _count(documents, mixture.names)
+        counts, computed = counts + own, computed + tokens.numel()
         if number < num_batches:
-            shape = " x ".join(map(str, batch["input_ids"].shape))
-            yield f"batch {number}: {shape} tokens, {_fill(own, batch['input_ids'].numel())}"
+            yield f"batch {number}: {' x '.join(map(str, tokens.shape))} tokens, {_fill(own, tokens.numel())}"
             for document in documents:
                 yield from _show(document, mixture.names, tokenizer)
     yield f"first {number + 1} batches: {_fill(counts, computed)}"
     for name in mixture.names:
-        shares = (counts[name, unit] / sum(n for key, n in counts.items() if key[1] == unit) for unit in _UNITS)
         yield f"  {name}: " + ", ".join(
-            f"{counts[name, unit]} {unit} ({share:.1%})" for unit, share in zip(_UNITS, shares, strict=True)
+            f"{counts[name, unit]} {unit} ({counts[name, unit] / _sum(counts, unit):.1%})" for unit in _UNITS
         )
 
 
+_Counts = Counter[tuple[str, str]]
+"""Documents and tokens by the name of their data set and the unit."""
 _UNITS = ("documents", "tokens")
 
 
-def _fill(counts: Counter[tuple[str, str]], computed: int) -> str:
-    used, number = (sum(n for key, n in counts.items() if key[1] == unit) for unit in ("tokens", "documents"))
-    return f"{used} of {computed} used ({used / computed:.1%}), {number} documents"
+def _count(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> _Counts:
+    counts = _Counts()
+    for document in documents:
+        name = names[document[_SOURCE]]
+        counts.update({(name, "documents"): 1, (name, "tokens"): len(document["input_ids"])})
+    return counts
+
+
+def _sum(counts: _Counts, unit: str) -> int:
+    return sum(number for (_, counted), number in counts.items() if counted == unit)
+
+
+def _fill(counts: _Counts, computed: int) -> str:
+    used = _sum(counts, "tokens")
+    return f"{used} of {computed} used ({used / computed:.1%}), {_sum(counts, 'documents')} documents"
 
 
 def _show(document: Mapping[str, Any], names: Sequence[str], tokenizer: Any) -> Iterator[str]:
