@@ -65,8 +65,11 @@ class DeepSpeedCheckpointIO(CheckpointIO):
         optimizers: Sequence[Optimizer],
         groups: Sequence[Sequence[str]],
         averages: AveragedWeights | None = None,
+        note_values: Callable[[], None] = lambda: None,
     ) -> None:
+        """`note_values` is called where the engine itself has changed the parameters' values."""
         super().__init__(engine.module, bool(optimizers), averages=averages)
+        self._note_values = note_values
         self._groups = groups
         self._engine = engine
         self._zero = engine.optimizer
@@ -318,6 +321,7 @@ class DeepSpeedCheckpointIO(CheckpointIO):
                 f"DeepSpeed's engine finds nothing to load in {directory}: the file `latest` there does not lead to "
                 "one of its global_step* directories"
             )
+        self._note_values()
 
 
 class PartitionShards:

@@ -332,6 +332,10 @@ class DeepSpeedUnit(TrainUnit):
         for _, parameter, version in self._seen:
             if version_of(parameter) != version:
                 safe_set_full_fp32_param(parameter, parameter.detach())
+        self._note_values()
+
+    def _note_values(self) -> None:
+        """Take the parameters' values for those that the engine has."""
         self._seen = [(name, parameter, version_of(parameter)) for name, parameter, _ in self._seen]
 
     @contextmanager
@@ -461,7 +465,7 @@ class DeepSpeedUnit(TrainUnit):
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state."""
         self._take_changes()
-        return DeepSpeedCheckpointIO(self._engine, self.optimizers, self._groups, self.averages)
+        return DeepSpeedCheckpointIO(self._engine, self.optimizers, self._groups, self.averages, self._note_values)
 
     def adopt_averages(self) -> None:
         """Give the model and the engine's own fp32 weights the averages for good. Collective."""

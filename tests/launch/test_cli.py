@@ -18,7 +18,7 @@ from accel_trainer.launch.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
     "launch, test, config, convert, convert-config, to-fsdp2, ckpt, merge-weights, report, estimate, estimate-memory, "
-    "explain, completion, env"
+    "data, explain, completion, env"
 )
 
 

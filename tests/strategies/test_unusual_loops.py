@@ -132,7 +132,7 @@ def penalise_gradients(accelerator: Any, model: Any, optimizer: Any) -> None:
             "torch.optim.Muon cannot train with strategy 'fsdp2': a matrix of shape (1, 4) has",
         ),
         ("fsdp2", penalise_gradients, "a backward of FSDPSequential with create_graph=True, for a gradient penalty"),
-        pytest.param("zero2", penalise_gradients, "a backward of Sequential with create_graph", marks=needs_deepspeed),
+        pytest.param("zero2", penalise_gradients, "a backward of Sequential was not begun by ", marks=needs_deepspeed),
         pytest.param("zero2", add_losses_of_two, "backward() was called with a loss of 2", marks=needs_deepspeed),
     ],
 )
