@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 SEEN_IN = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
-"""Releases of torch in which all of them were found."""
+"""Releases of torch in which all of them were found, but for those of `ABSENT_IN`."""
+ABSENT_IN = {"torch.distributed.fsdp._common_utils.collect_grad_tensors": ("2.11.0",)}
 
 # gloo raises plain RuntimeErrors, whose texts alone tell a peer that is gone from one that does not come. Without these
 # words a rank raises gloo's own error, which names no rank.
