@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -46,7 +47,7 @@ def run_data(words: Sequence[str]) -> int:
 
 
 def preview(file: str, num_batches: int) -> Iterator[str]:
-    """Yield the lines of a preview, of what a run on one process reads first.
+    """Yield the lines of a preview: the first batches of a run on one process.
 
     Raises:
         ConfigError: the file has a key that is none, no mixture, or data without tokens and no tokenizer.
@@ -166,6 +167,4 @@ def _read_options(file: str) -> dict[str, Any]:
 def _load_tokenizer(name: str | None) -> Any:
     if name is None:
         return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name)
+    return importlib.import_module("transformers").AutoTokenizer.from_pretrained(name)

@@ -203,7 +203,7 @@ class PackedDataset(Dataset[Any]):
 
 
 class PackedStream(IterableDataset[Any]):
-    """Packed rows of a stream, made by `pack_dataset`; each reader packs what it reads.
+    """Packed rows of a stream, made by `pack_dataset`; each reader packs its own rows.
 
     Attributes:
         dataset: the documents.
@@ -304,7 +304,7 @@ class PackingCollator:
         return batch | self._mark_documents(batch["labels"], lengths, width)
 
     def _mark_documents(self, labels: Tensor, lengths: list[list[int]], width: int) -> dict[str, Any]:
-        """Take the first tokens of documents from the labels; return what tells a model where documents begin."""
+        """Take the first tokens of documents from the labels; return arguments that say where documents begin."""
         # What fills a row up is a document as well: it sees itself, and nobody sees it.
         sizes = torch.tensor([n for row in lengths for n in (*row, width - sum(row)) if n])
         ends = sizes.cumsum(0)
@@ -417,7 +417,7 @@ def _unwrapped(model: nn.Module) -> Any:
 
 
 def _compare(model: nn.Module, bare: Any, collator: PackingCollator, device: Any) -> str | None:
-    """Return in what packed documents differ from those alone; None where they do not."""
+    """Return the difference between packed documents and those alone; None where they do not."""
     sizes = [module.num_embeddings for module in bare.modules() if isinstance(module, nn.Embedding)]
     vocabulary = sizes[0] if sizes else 2
     first, other, second = ([(start + 7 * token) % vocabulary for token in range(_NUM_TOKENS)] for start in (3, 5, 11))

@@ -128,7 +128,7 @@ class GeneratorRandomSampler(SeedableRandomSampler):
         return [epoch, base64.b64encode(self._state_at(epoch).numpy().tobytes()).decode()]
 
     def load(self, saved: list[Any]) -> None:
-        """Take what `saved_at` has returned."""
+        """Take the result of `saved_at`."""
         self._states = {saved[0]: torch.frombuffer(bytearray(base64.b64decode(saved[1])), dtype=torch.uint8)}
         self._is_loaded = True
 

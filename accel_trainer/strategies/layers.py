@@ -1,4 +1,4 @@
-"""The layers of a model, and what they keep for the backward: the same for every engine."""
+"""The layers of a model, and the activations that they keep: the same for every engine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def treat_activations(job: TrainJob, layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Have layers keep for the backward what is configured. Before a module is compiled, sharded or wrapped.
+    """Have layers keep the configured activations for the backward. Before a module is compiled, sharded or wrapped.
 
     Args:
         device: this rank's, on which they compute.

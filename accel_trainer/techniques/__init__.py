@@ -1,1 +1,1 @@
-"""Ways to fit a bigger model and to see what a step costs; engines compose them, and each is off unless asked for."""
+"""Ways to fit a bigger model and to see the costs of a step; engines compose them, and each is off unless asked for."""

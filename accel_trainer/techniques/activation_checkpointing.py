@@ -1,4 +1,4 @@
-"""Activation checkpointing: the backward computes again what a layer did not keep, all of it or what costs little.
+"""Activation checkpointing: the backward computes again what a layer did not keep, all of it or its cheap parts.
 
 A policy is the text of `activation_checkpointing`: `full`, `selective`, `every:N` or `ops:NAME,NAME`.
 """
@@ -70,7 +70,7 @@ def _named_operations(policy: str) -> list[str]:
 
 
 def _find_operation(name: str) -> Any:
-    """Return what torch.ops has under NAMESPACE.NAME or NAMESPACE.NAME.OVERLOAD; None where there is no such thing."""
+    """Return the operation of torch.ops under NAMESPACE.NAME or NAMESPACE.NAME.OVERLOAD; None without one."""
     try:
         return functools.reduce(getattr, name.split("."), torch.ops)
     except (AttributeError, RuntimeError):
@@ -111,7 +111,7 @@ def _is_wide_product(operation: Any, args: Sequence[Any]) -> bool:
 
 
 def _contexts_of(policy: str) -> Callable[[], Any] | None:
-    """Return what makes the two contexts of a layer's forward and of its repetition; None where nothing is kept."""
+    """Return a function that makes the contexts of a layer's forward and its repetition; None where nothing is kept."""
     kind = policy.partition(":")[0]
     if kind not in ("selective", "ops"):
         return None
@@ -122,7 +122,7 @@ def _contexts_of(policy: str) -> Callable[[], Any] | None:
 
 
 class LayerForward:
-    """A layer's forward that keeps for the backward what is configured. Lives in the module's `forward`.
+    """A layer's forward that keeps the configured activations. Lives in the module's `forward`.
 
     A forward that somebody has put on the instance before is the one that runs.
     """
@@ -130,7 +130,7 @@ class LayerForward:
     # Not torch's checkpoint_wrapper: names of parameters would carry its prefix, and the module would not pickle.
 
     def __init__(self, module: nn.Module, policy: str = "full", offload: ActivationOffload | None = None) -> None:
-        """Take the policy of this layer, `off` for one that keeps everything; what it keeps goes to `offload`."""
+        """Take the policy of this layer, `off` for one that keeps everything; kept tensors go to `offload`."""
         self.module = module
         before = module.__dict__.get("forward")
         self.inner: Callable[..., Any] | None = before.inner if isinstance(before, LayerForward) else before
@@ -179,7 +179,7 @@ class LayerForward:
 def _offloading(
     contexts: Callable[[], Any], offload: ActivationOffload
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a layer's forward and of its repetition; they send what is kept away, and bring it."""
+    """Return the contexts of a layer's forward and of its repetition; they send kept tensors away, and bring them."""
     forward, again = contexts()
     results: list[Any] = []
 
@@ -209,7 +209,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def treat_layers(layers: Sequence[nn.Module], policy: str, offload: ActivationOffload | None = None) -> None:
-    """Have layers keep for the backward what a policy says, on the device or by `offload`.
+    """Have layers keep the activations of a policy for the backward, on the device or by `offload`.
 
     With `every:N`, the first layer and each Nth after it keeps nothing, and the others everything.
     """

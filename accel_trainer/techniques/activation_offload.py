@@ -1,4 +1,4 @@
-"""Activation offload: what layers keep for the backward waits in host memory, and comes back in reverse order."""
+"""Activation offload: tensors kept for the backward wait in host memory, and come back in reverse order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Arrival(NamedTuple):
 
 
 class _View(NamedTuple):
-    """What autograd holds in the place of a tensor."""
+    """A stand-in that autograd holds in the place of a tensor."""
 
     sent: _Sent
     dtype: torch.dtype
@@ -62,7 +62,7 @@ class ActivationOffload:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Send what is on `device`, to pinned memory if it has streams."""
+        """Send tensors on `device`, to pinned memory if it has streams."""
         self._device = device
         self._side = _copy_stream(device) if has_streams(device) else None
         self._known: dict[int, tuple[weakref.ref[Any], weakref.ref[_Sent]]] = {}
@@ -77,12 +77,12 @@ class ActivationOffload:
         return (ActivationOffload, (self._device,))  # a copied model has nothing on its way
 
     def keeping(self, layer: nn.Module) -> AbstractContextManager[Any]:
-        """Context in which what a layer's forward keeps is sent to the host."""
+        """Context in which tensors that a layer's forward keeps are sent to the host."""
         owners = [module for module in layer.modules() if next(module.parameters(recurse=False), None) is not None]
         return saved_tensors_hooks(functools.partial(self.send, owners), self.bring)
 
     def send(self, owners: Sequence[nn.Module], tensor: Tensor) -> Any:
-        """Return what stands for a tensor while it is on the host; the tensor itself if it stays.
+        """Return a stand-in for a tensor while it is on the host; the tensor itself if it stays.
 
         Args:
             owners: modules whose own parameters stay, under FSDP2 those that are gathered now.
@@ -104,7 +104,7 @@ class ActivationOffload:
         return is_plain and tensor.device.type == self._device.type and not (tensor.is_conj() or tensor.is_neg())
 
     def send_results(self, results: Iterable[Any]) -> None:
-        """Send what selective checkpointing keeps, which is `val` of each."""
+        """Send the results that selective checkpointing keeps, `val` of each."""
         for result in results:
             result.val, result.version = self.send((), result.get_val(False)), None
 

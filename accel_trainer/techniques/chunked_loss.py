@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,7 +88,7 @@ class DeferredLogits:
         head.made.append(self)
 
     def close(self) -> None:
-        """Let go of what the logits would be made of."""
+        """Let go of hidden states and head."""
         del self._head, self._hidden
 
     def shard(self, group: dist.ProcessGroup) -> DeferredLogits:
@@ -212,16 +212,20 @@ class DeferredLogits:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        first = next(x for x in (*args, *given.values()) if isinstance(x, cls))
+        if function is nn.functional.cross_entropy and args and args[0] is first:
+            return _cross_entropy(*args, **given)
+        return first._changed_by(function, args, given)
+
+    def _changed_by(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredLogits:
         name = getattr(function, "__name__", str(function)).strip("_")
         name = _NAMES.get(name, name)
-        first = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))
-        is_first = bool(args) and args[0] is first
-        if function is nn.functional.cross_entropy and is_first:
-            return _cross_entropy(*args, **(kwargs or {}))
-        if kwargs or name not in _CHANGES or name == "to" or len(args) > 2 or not (is_first or name in _SYMMETRIC):
-            raise first._refusal(name)
-        others = [x for x in args if x is not first]
-        return first._changed(name, others[0] if others else None)
+        others = [x for x in args if x is not self]
+        is_known = name in _CHANGES and name != "to" and not kwargs and len(args) <= 2
+        if not is_known or args[0] is not self and name not in _SYMMETRIC:
+            raise self._refusal(name)
+        return self._changed(name, others[0] if others else None)
 
 
 def _cross_entropy(

@@ -34,7 +34,7 @@ _TOLERANCE = 0.01
 
 
 class _Counts(NamedTuple):
-    """What one rank has done since the last time."""
+    """The work of one rank since the last time."""
 
     tokens: int
     pairs: int
@@ -193,7 +193,7 @@ class StepMeters:
         return time.perf_counter() - self._begun_at - self._paused_seconds - self._stalled()
 
     def _gather(self, seconds: float) -> list[_Counts]:
-        """Return what each rank has done since the last `read`, in `seconds` on this one. Collective."""
+        """Return the work of each rank since the last `read`, in `seconds` on this one. Collective."""
         if self._on_device is not None:
             tokens, pairs = self._on_device.tolist()
             self._tokens, self._pairs, self._on_device = self._tokens + tokens, self._pairs + pairs, None

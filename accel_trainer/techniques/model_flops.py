@@ -168,7 +168,7 @@ def copy_shapes(model: nn.Module) -> nn.Module:
 
 
 def count_flops(copied: nn.Module, batch: Any) -> int:
-    """Return what torch's `FlopCounterMode` counts in a forward and backward of a copy by `copy_shapes`.
+    """Return the operations that torch's `FlopCounterMode` counts in a forward and backward of a copy by `copy_shapes`.
 
     Args:
         batch: keyword arguments of the model, or a tensor, which may come first in a sequence; its shapes count.

@@ -23,7 +23,7 @@ from accel_trainer.errors import ConfigError
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7
 _Matrix = tuple[Any, Tensor, dict[str, Any]]
-"""A parameter, this rank's shard of what is to be orthogonalized, and the parameter's group."""
+"""A parameter, this rank's shard of the matrix to orthogonalize, and the parameter's group."""
 
 
 def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -105,7 +105,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; return what `closure` does, which is called first."""
+        """Update all parameters that have a gradient; return the result of `closure`, which is called first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

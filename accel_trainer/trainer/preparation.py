@@ -287,7 +287,7 @@ def _check_hooks(trainer: Trainer) -> None:
 
 
 def _muon_arguments(trainer: Trainer) -> dict[str, Any]:
-    """Return what `Muon` is built with: its groups, each in two, with and without weight decay as upstream's are."""
+    """Return the arguments of `Muon`: its groups, each in two, with and without weight decay as upstream's are."""
     args, kinds = trainer.args, {"momentum": float, "ns_steps": int}
     decaying = set(trainer.get_decay_parameter_names(trainer.model))
     decays = {id(parameter): name in decaying for name, parameter in trainer.model.named_parameters()}

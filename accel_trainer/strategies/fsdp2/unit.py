@@ -138,7 +138,7 @@ class FSDP2Unit(NativeUnit):
         update_by_shards(optimizer)
 
     def update_in_backward(self) -> None:
-        """Have optimizers update the shards in the backward; what is not sharded is averaged at its end, and waits."""
+        """Have optimizers update the shards in the backward; unsharded ones are averaged at its end, and wait."""
         why = "its exchanges would come between those of the backward; leave optimizer_in_backward out"
         for optimizer in self.optimizers:
             check_kind(optimizer, {"accel_trainer.Muon": why, "transformers.Adafactor": why}, "fsdp2")

@@ -325,7 +325,7 @@ def _found(trainer: Trainer, given: Any) -> Any:
     return _WORDS[given] if isinstance(given, str) and given in _WORDS and not os.path.exists(given) else given
 
 
-def _begin_meters(trainer: Any, progress: Mapping[str, Any]) -> None:
+def _begin_meters(trainer: Trainer, progress: Mapping[str, Any]) -> None:
     """Have the meters go on where a checkpoint was written, or begin. Not collective."""
     if (meters := trainer.accelerator.meters) is not None:
         seconds = trainer.run_clock.work_seconds(trainer.run_checkpoints.metrics.stalled_seconds)

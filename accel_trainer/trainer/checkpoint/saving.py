@@ -171,14 +171,14 @@ class SavingMethods(_Upstream):
             self._end_save(target, state.global_step)
 
     def _end_save(self, target: Path, step: int) -> None:
-        """Do what follows the commit of the checkpoint of an update, but for the callbacks. Collective."""
+        """Note and push the committed checkpoint of an update. Collective."""
         self.run_checkpoints.note_saved(target.parent, step)
         if self.args.push_to_hub:
             push = partial(_push, self, target)
             save_persistently(push, self.accelerator.process, self.args.save_policy, f"push of {target}")
 
     def finish_save(self, *, waits: bool = True) -> None:
-        """Do what follows the commit of the background save in flight, and call back. Collective.
+        """End the background save in flight: note it, push it and call back. Collective.
 
         Args:
             waits: otherwise nothing is done until every rank has ended it.
