@@ -91,6 +91,8 @@ def run_here(script: str) -> dict[str, str]:
     """Run a script's `main()` on this rank; return, by check, "" or the error that it ended in."""
     directory = find_accelerate()
     assert directory is not None
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        del sys.modules[name]  # transformers has imported it, where another file's preload imported transformers
     sys.meta_path.insert(0, _InItsPlace(directory))
     found: dict[str, str] = {}
     with contextlib.redirect_stdout(io.StringIO()):
