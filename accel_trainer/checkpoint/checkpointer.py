@@ -421,16 +421,16 @@ class Checkpointer:
         seconds = time.perf_counter() - begin
         self.metrics.record("ckpt/duration_s", seconds)
         self.metrics.record("ckpt/bytes", float(publication.num_bytes))
-        in_use: list[Path] = []
-        if self._store is not None and job.name is None and publication.commits:
-            uploads = self._uploads = self._uploads or Uploads(self._open_store(self._store))
-            uploads.submit(path, job.keep, [each.name for each in job.protected()])
-            in_use = uploads.in_use
-        if job.name is None and job.keep is not None and publication.commits:
+        if job.name is None and publication.commits:
+            protected = set(job.protected())
+            if self._store is not None:
+                uploads = self._uploads = self._uploads or Uploads(self._open_store(self._store))
+                uploads.submit(path, job.keep, [each.name for each in protected])
+                protected.update(uploads.in_use)
             # Not the new one by itself: where another save of this process has overtaken it, the higher number stays.
             # Only here, after the second vote: until then the older one may be the last good one.
-            protected = {*job.protected(), *in_use}
-            retire(job.directory, job.keep, protected, step=publication.step, prefix=self.kind.prefix)
+            if job.keep is not None:
+                retire(job.directory, job.keep, protected, step=publication.step, prefix=self.kind.prefix)
         logger.info("saved %s: %.1f MiB in %.2f s", path, publication.num_bytes / 2**20, seconds)
 
     def _open_store(self, uri: str) -> ObjectStore:
@@ -469,15 +469,18 @@ class Checkpointer:
             if found is None:
                 raise CheckpointNotFoundError(f"no complete checkpoint in {store.uri}; give the address of a run's")
             if not is_complete(directory / found):
-                self._lock_directory(directory)
-                begin = time.perf_counter()
-                store.fetch(found, directory)
-                logger.info("fetched %s/%s in %.2f s", store.uri, found, time.perf_counter() - begin)
+                self._copy_here(store, found, directory)
             return found
 
         names = gather_calls(self.process, f"fetch from {shown(uri)}", fetch)
         self._resumes_from_store = self._store is not None and uri.startswith(self._store.rstrip("/"))
         return directory / names[0]
+
+    def _copy_here(self, store: ObjectStore, name: str, directory: Path) -> None:
+        self._lock_directory(directory)
+        begin = time.perf_counter()
+        store.fetch(name, directory)
+        logger.info("fetched %s/%s to %s in %.2f s", store.uri, name, directory, time.perf_counter() - begin)
 
     def _fetch_newer(self, directory: Path) -> None:
         """Fetch the newest checkpoint of the store, where it is newer than all complete ones here. Collective."""
@@ -489,9 +492,7 @@ class Checkpointer:
             newest = store.newest()
             own = [number for number, path in numbered_checkpoints(directory, self.kind.prefix) if is_complete(path)]
             if newest is not None and store.number_of(newest) > max(own, default=-1):
-                self._lock_directory(directory)
-                store.fetch(newest, directory)
-                logger.info("fetched %s/%s, which is newer than what %s holds", store.uri, newest, directory)
+                self._copy_here(store, newest, directory)
 
         if self._store is not None:
             gather_calls(self.process, f"fetch from {shown(self._store)}", fetch)
