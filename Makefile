@@ -40,11 +40,11 @@ STORES := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5
 
 # What to run: make test TESTS=tests/config PYTEST_ARGS="-x -k yaml"
 TESTS ?=
-MATRIX_TESTS ?= tests/trainer tests/test_imports.py
+MATRIX_TESTS ?= tests/trainer tests/strategies/parallel/test_sequence_parallel.py tests/test_imports.py
 # What other releases of torch and Python, and the lowest of all requirements, are tried with: each strategy trains, saves,
 # resumes and is compared; compile, precisions, launcher, reports of hangs, planner and private names.
 PART ?= tests/conformance tests/runtime tests/integrations tests/test_precision.py tests/test_imports.py \
-	$(addprefix tests/strategies/,test_ddp.py test_single.py test_gradients.py fsdp2 parallel/test_tensor_parallel.py) \
+	$(addprefix tests/strategies/,test_ddp.py test_single.py test_gradients.py fsdp2 parallel) \
 	$(addprefix tests/accelerator/,test_checkpointing.py test_resume.py test_prepared.py test_collectives_per_step.py \
 		test_waits_per_step.py) \
 	tests/checkpoint/test_torch_files.py tests/data/test_loader.py tests/data/test_prefetch_to_device.py \
@@ -126,7 +126,7 @@ test-notebook: $(VENV)/.installed .compat/notebook/.installed ## run the noteboo
 	$(call with_path,notebook) $(PYTEST) tests/launch/test_notebook_kernel.py
 
 .PHONY: test-matrix
-test-matrix: $(TRANSFORMERS:%=test-transformers-%) ## run the Trainer's tests on older releases of transformers
+test-matrix: $(TRANSFORMERS:%=test-transformers-%) ## run the tests of Trainer and layouts on older releases of transformers
 
 .PHONY: $(TRANSFORMERS:%=test-transformers-%)
 $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: $(VENV)/.installed .compat/transformers-%/.installed

@@ -20,11 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from accel_trainer.checkpoint.shards import local_tensor
 from accel_trainer.config import Resolved
 from accel_trainer.config.parallel import AxisSizes, axis_sizes
+from accel_trainer.config.schema import MixedPrecision
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import build_precision
 from accel_trainer.registry import load_strategy
@@ -42,6 +44,7 @@ from accel_trainer.runtime.torch_private import (
     tree_leaves,
 )
 from accel_trainer.strategies.api import TrainJob, TrainUnit
+from accel_trainer.techniques.chunked_loss import apply_chunked_loss
 
 PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "unsharded", "exchange", "activations")
 """What memory is for: `unsharded` are the gathered parameters of units, `exchange` flat buffers that collectives
@@ -168,8 +171,9 @@ def plan_layout(
         options: Any = getattr(model, "config", None)
         if recomputes and options is not None:
             options.use_cache = False  # as transformers' Trainer has it, and without the warning
-        precision = build_precision(resolved.config.mixed_precision, process.device)
+        precision = build_precision(_as_on_cpu(resolved.config.mixed_precision), process.device)
         job = TrainJob(model.to(workload.dtype).train(), [], resolved, device_placement=False)
+        apply_chunked_loss(job.model, resolved)
         if in_shards:  # on meta: 4,096 shards of a tensor are as many views
             unit = strategy.prepare(job, precision, process)
         with fake_tensors():
@@ -199,6 +203,11 @@ def plan_layout(
             **measured,
             **_times(calls, sizes, cluster, step.ledger.flops),
         )
+
+
+def _as_on_cpu(mixed_precision: str) -> str:
+    """Return the precision to plan by: fp16 has the sizes of bf16, which a CPU trains in, too."""
+    return MixedPrecision.BF16 if mixed_precision == MixedPrecision.FP16 else mixed_precision
 
 
 def _strategy_of(resolved: Resolved, num_processes: int) -> str:
@@ -246,7 +255,7 @@ class _Step:
         self.unit.bind_optimizer(optimizer)
         num_steps, each = self.accumulation.num_steps, self.accumulation.sync_each_batch
         micro_batches = [(1, True)] if num_steps == 1 else [(num_steps - 1, each), (1, True)]
-        with self.ledger, _noting_resizes(self.ledger):
+        with self.ledger, _noting_resizes(self.ledger), _FusedAttention():
             for self.ledger.weight, syncs in micro_batches:
                 self.unit.set_gradient_sync(syncs)
                 try:
@@ -446,6 +455,15 @@ def _flops_of(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> i
     if name == GROUPED_MM:
         return int(2 * args[0].numel() * args[1].shape[-1])
     return 0
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention without dropout: with it a CPU keeps what all tokens see of all others, which no GPU's kernels do."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

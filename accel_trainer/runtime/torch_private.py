@@ -276,7 +276,8 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a mesh over the same ranks that has several axes in the place of one. Collective."""
-    cut: DeviceMesh = _need(mesh, "torch.distributed.device_mesh.DeviceMesh._unflatten")(axis, sizes, names)
+    index = (mesh.mesh_dim_names or ()).index(axis)  # 2.11 refuses the names that it has: `in` stands for `not in`
+    cut: DeviceMesh = _need(mesh, "torch.distributed.device_mesh.DeviceMesh._unflatten")(index, sizes, names)
     return cut
 
 

@@ -22,15 +22,11 @@ _OURS = ("accel_trainer", "integrations")
 
 
 def _place() -> str:
-    """Return the innermost line of this package on the stack, or the innermost one outside of warnings."""
-    frame, first = sys._getframe(3), None
-    while frame is not None:
-        parts = frame.f_code.co_filename.split("/")
-        first = first or f"{'/'.join(parts[-2:])}:{frame.f_lineno}"
-        if any(part in _OURS for part in parts):
-            return f"{'/'.join(parts[-2:])}:{frame.f_lineno}"
+    """Return the innermost line outside of torch, which made the device's work be waited for."""
+    frame = sys._getframe(3)
+    while frame.f_back is not None and {"torch", "warnings.py"} & set(frame.f_code.co_filename.split("/")):
         frame = frame.f_back
-    return first or "?"
+    return f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno}"
 
 
 @contextmanager
@@ -79,13 +75,15 @@ def main() -> None:
     for precision in ("no", "bf16") if options.device == "cpu" else ("no", "bf16", "fp16"):
         found: Counter[str] = Counter()
         _train(options, precision, found)
-        waits = None if options.device == "cpu" else sum(found.values()) / _COUNTED
+        ours = sum(count for line, count in found.items() if any(name in line for name in _OURS))
+        waits = None if options.device == "cpu" else ours / _COUNTED
         bound = 1 if precision == "fp16" else 0  # whether the update was applied
         holds = None if waits is None else waits <= bound
         emit(
             what="waits",
             precision=precision,
             per_update=waits,
+            of_others=None if waits is None else sum(found.values()) / _COUNTED - waits,
             bound=bound,
             holds=holds,
             lines=dict(found.most_common(8)),

@@ -1,6 +1,6 @@
 """`make gpu`: all that one card can show, in parts of less than ten minutes; about 30 minutes together.
 
-    python benchmarks/gpu/kit.py [PART ...] [--device cpu --tiny] [--out FOLDER] [--again] [--write-docs]
+    python benchmarks/gpu/kit.py [PART ...] [--device cpu --tiny] [--rounds N] [--out FOLDER] [--again] [--write-docs]
 
 Each part is a process of its own, writes its JSON lines and a log to FOLDER, and can run alone. One that has ended
 well before is left out, so that the kit goes on where it was stopped. Nothing is installed: the package runs from this
@@ -45,6 +45,8 @@ PARTS = {
     "speed": Part("training_speed.py", 540),
     "recompute": Part("training_speed.py", 540, ("--recompute",)),
     "techniques": Part("techniques.py", 540),
+    "packing": Part("packing.py", 300),
+    "peaks": Part("peaks.py", 300),
     "saving": Part("saving.py", 540),
     "copies": Part("batch_copies.py", 200),
     "ranks": Part("shared_card.py", 540),
@@ -60,8 +62,8 @@ def run(name: str, options: argparse.Namespace) -> bool:
     command = [sys.executable, str(Path(__file__).parent / part.script), "--device", options.device, *part.arguments]
     if name == "tests":
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / part.script)]
-    elif options.tiny:
-        command.append("--tiny")
+    else:
+        command += ["--tiny"] * options.tiny + ["--rounds", str(options.rounds)]
     environ = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -139,7 +141,9 @@ def _table(lines: list[dict[str, Any]]) -> str:
 def _cell(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key}: {count}" for key, count in value.items()) or "-"
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1e4 else f"{value:.4g}"
+    return "-" if value is None else str(value)
 
 
 def write_docs(folder: Path, docs: Path = DOCS) -> None:
@@ -157,6 +161,7 @@ def main() -> None:
     made.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}; default: all")
     made.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     made.add_argument("--tiny", action="store_true", help="sizes that a CPU does in seconds: does every part run?")
+    made.add_argument("--rounds", type=int, default=5, help="how often each way is timed; medians are given")
     made.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="where the JSON lines go")
     made.add_argument("--again", action="store_true", help="run parts that have ended well, too")
     made.add_argument("--write-docs", action="store_true", help=f"write the tables to {DOCS.relative_to(ROOT)}")

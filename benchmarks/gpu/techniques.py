@@ -20,6 +20,10 @@ _TECHNIQUES: dict[str, tuple[dict[str, Any], float | None]] = {
     "full checkpointing": ({"activation_checkpointing": "full"}, None),
     "selective checkpointing": ({"activation_checkpointing": "selective"}, 1.12),
     "activation offload": ({"activation_offload": True}, None),
+    "full checkpointing, activation offload": (
+        {"activation_checkpointing": "full", "activation_offload": True},
+        None,
+    ),
     "chunked loss, selective checkpointing": (
         {"loss_chunk_tokens": 1024, "activation_checkpointing": "selective"},
         None,

@@ -58,7 +58,7 @@ def test_techniques_are_timed_beside_the_loop_without_any_or_left_out_by_name():
     assert timed["none"]["times_without"] == 1
     assert timed["meters"]["bound"] == 1.005
     left_out = {line["technique"]: line["why"] for line in lines if line["what"] == "left out"}
-    assert len(timed) + len(left_out) == 7
+    assert len(timed) + len(left_out) == 8
     assert all(why.startswith("no option ") for why in left_out.values())
 
 
@@ -69,6 +69,18 @@ def test_waits_are_counted_per_precision():
 def test_a_background_saves_stall_is_compared_with_a_save():
     (line,) = lines_of("saving")
     assert 0 < line["stall_of_save"] == pytest.approx(line["stall"] / line["save"], rel=1e-3)
+
+
+def test_real_tokens_are_timed_padded_and_packed():
+    by_way = {line["way"]: line for line in lines_of("packing")}
+    assert by_way.keys() == {"padded", "packed"}  # a CPU has no backward of flex attention
+    assert 1 <= by_way["packed"]["computed_per_real"] < by_way["padded"]["computed_per_real"]
+
+
+def test_peaks_are_planned_beside_what_a_card_measures():
+    lines = lines_of("peaks")
+    assert len(lines) == 3  # of a quarter of the cases; fp16 needs a card
+    assert all(line["planned_gib"] > 0 and line["measured_gib"] is None for line in lines)
 
 
 def test_batches_that_are_copied_ahead_are_compared_with_others():

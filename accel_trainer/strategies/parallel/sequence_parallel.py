@@ -346,10 +346,18 @@ def _make_mask(inner: str, **options: Any) -> Any:
         options["attention_mask"] = None
     if sequence.documents is not None:
         options["allow_is_causal_skip"] = False
-        options["mask_function"] = masking_utils.packed_sequence_compatibility_function(
-            options["mask_function"], sequence.positions, sequence.documents
-        )
+        options["mask_function"] = _within_documents(options["mask_function"], sequence)
     return make(**options)
+
+
+def _within_documents(mask_function: Any, sequence: _Sequence) -> Any:
+    from transformers import masking_utils
+
+    # Not in 5.17 to 5.20, which count chunks of attention from the beginning of a row.
+    within = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if within is not None:
+        return within(mask_function, sequence.positions, sequence.documents)
+    return masking_utils.and_masks(masking_utils.packed_sequence_mask_function(sequence.documents), mask_function)
 
 
 def _swap(x: Tensor, shared: int, whole: int, group: dist.ProcessGroup) -> Tensor:
