@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.boxes import Box, boxes_of_run
 from accel_trainer.runtime.model_wrappers import unsharded_shape
@@ -132,6 +133,47 @@ class Partitions:
         if self._is_stage_3:
             self._zero._reassign_or_swap_out_partitioned_parameters(index)
 
+    @contextmanager
+    def keeping(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Context of an update that leaves values and state of parameters as they are, which took no part in it.
+
+        torch leaves a parameter without a gradient out; in a flat partition it has one of zero, by which weight decay
+        and momentum would go on. What has a gradient after all, from another rank, is updated.
+        """
+        flats = flat_partitions(self._zero)
+        runs: dict[int, list[Run]] = {}
+        for parameter in parameters:
+            run = self.trained(parameter)
+            if run is not None and run.length:
+                runs.setdefault(id(flats[run.flat]), []).append(run)
+        held: list[tuple[Tensor, Run, Tensor, dict[str, Tensor]]] = []
+
+        def hold(optimizer: Optimizer, *given: Any) -> None:
+            for flat in (flat for group in optimizer.param_groups for flat in group["params"]):
+                for run in runs.get(id(flat), ()):
+                    state = {key: run.within(value).clone() for key, value in _elements(optimizer, flat)}
+                    held.append((flat, run, run.within(flat).clone(), state))
+
+        def put_back(optimizer: Optimizer, *given: Any) -> None:
+            for flat, run, value, state in held:
+                if flat.grad is None:  # and the optimizer has left it out by itself
+                    continue
+                is_idle = run.within(flat.grad).eq(0).all()  # on its device: nothing waits for it
+                run.within(flat).copy_(torch.where(is_idle, value, run.within(flat)))
+                for key, present in _elements(optimizer, flat):
+                    now = run.within(present)  # before its first step there was none, which is zeros
+                    now.copy_(torch.where(is_idle, state.get(key, torch.zeros_like(now)), now))
+            held.clear()
+
+        steppers = [self._zero.optimizer, getattr(self._zero, "backup_optimizer", None)] if runs else []
+        handles = [each.register_step_pre_hook(hold) for each in steppers if each is not None]
+        handles += [each.register_step_post_hook(put_back) for each in steppers if each is not None]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     # --- state of the optimizer -------------------------------------------------------------------------------------
 
     @property
@@ -192,6 +234,16 @@ class Partitions:
         if hasattr(self._zero, "_hp_optimizer_states_linked"):
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
+
+
+def _elements(optimizer: Optimizer, flat: Tensor) -> list[tuple[str, Tensor]]:
+    """Return what an optimizer keeps for each element of a flat partition; nothing where it keeps other things, too.
+
+    An 8-bit one has scales of blocks, which do not go apart by parameters.
+    """
+    held = [(key, value) for key, value in optimizer.state.get(flat, {}).items() if isinstance(value, Tensor)]
+    are_elements = all(value.numel() == 1 or value.shape == flat.shape for _, value in held)
+    return [(key, value) for key, value in held if value.shape == flat.shape] if are_elements else []
 
 
 def _linked(zero: Any) -> dict[int, Run]:

@@ -6,7 +6,8 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.checkpoint_io import DeepSpeedCheckpointIO
-from accel_trainer.integrations.deepspeed.partitions import flat_partitions
+from accel_trainer.integrations.deepspeed.partitions import Partitions, flat_partitions
 from accel_trainer.integrations.deepspeed.runtime import forget_module
 from accel_trainer.runtime.collective_checks import note_call
 from accel_trainer.runtime.model_wrappers import unsharded_shape
@@ -99,6 +100,13 @@ def _naming_shards(module: nn.Module) -> Iterator[None]:
         ) from error
 
 
+def _note_gradients(module: nn.Module, used: set[int]) -> Iterator[RemovableHandle]:
+    """Yield hooks that put the ids of trained parameters, as their gradients come, into `used`."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            yield parameter.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))
+
+
 class EvaluationUnit(NativeUnit):
     """A model for evaluation at a stage of ZeRO that does not shard parameters; there is no engine."""
 
@@ -158,6 +166,9 @@ class DeepSpeedUnit(TrainUnit):
         self._compared_over = compared_over
         self._guard = BackwardGuard(self.module, "DeepSpeed")
         self._trained = frozenset(id(p) for p in self.module.parameters() if p.requires_grad)
+        self._used: set[int] = set()
+        """Those that took part in a backward since the last update."""
+        self._hooks += _note_gradients(self.module, self._used)
         self._frozen = tuple(p for p in self.module.parameters() if not p.requires_grad)
         self._seen = [(name, p, version_of(p)) for name, p in self.module.named_parameters() if p.requires_grad]
         """Parameters that are trained, and how often each had been changed in place when the engine had its values."""
@@ -289,12 +300,24 @@ class DeepSpeedUnit(TrainUnit):
         self._compare("optimizer.step")
         self._check_changes()
         self._take_changes()
-        with self._step_options():
+        with self._step_options(), self._keep_unused():
             self._engine.step()
         self._clear_buffers()
         self._holds_gradients = False
+        self._used.clear()
         norm = self._report_norm()
         return StepOutcome(applied=self._engine.was_step_applied(), grad_norm=norm)
+
+    @cached_property
+    def _partitions(self) -> Partitions:
+        return Partitions(self._zero)
+
+    def _keep_unused(self) -> AbstractContextManager[None]:
+        """Return the context of a step that leaves parameters as they are which took no part in the update."""
+        if self._trained <= self._used:
+            return nullcontext()
+        unused = (p for _, p, _ in self._seen if id(p) not in self._used)
+        return self._partitions.keeping(unused)
 
     @property
     def _has_shards(self) -> bool:
@@ -386,6 +409,7 @@ class DeepSpeedUnit(TrainUnit):
         if self._holds_gradients:
             self._drop_gradients()
             self._holds_gradients = False
+            self._used.clear()
             self._bound, self._factor = None, None
 
     def _drop_gradients(self) -> None:

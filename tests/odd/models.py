@@ -102,7 +102,6 @@ MEMORY = "is a view of memory that ... has, too"
 UNUSED = "took no part in this backward, and DDP exchanges no gradients before all have come"
 COMPILED = "was given in a wrapper of torch.compile(module), and ZeRO-3 of DeepSpeed fails in one"
 SPARSE = "cannot shard its sparse gradients"
-ZEROS = {"zero": "a parameter that takes no part in an update has a gradient of zero: momentum and weight decay go on"}
 UNLIKE = {
     "fsdp": "ranks reduce gradients of unlike sizes, for which gloo ends them: all have to use the same parameters",
     "zero3": "ranks gather unlike parameters, and wait for each other up to the limit for hangs",
@@ -188,7 +187,7 @@ def unused() -> nn.Module:
     return model
 
 
-@odd("unused parameters with weight decay", left=ZEROS)
+@odd("unused parameters with weight decay")
 def unused_decayed(loop: Loop) -> None:
     loop.begin(config={"ddp": {"find_unused_parameters": True}})
     model = Net()
@@ -209,12 +208,12 @@ class Branching(Net):
         return super().forward(self.other(x) if self.step % 2 else x)
 
 
-@odd("a branch that is taken in some steps", ddp=UNUSED, left=ZEROS)
+@odd("a branch that is taken in some steps", ddp=UNUSED)
 def branch(loop: Loop) -> None:
     train(loop, Branching())
 
 
-@odd("the same with find_unused_parameters", left=ZEROS)
+@odd("the same with find_unused_parameters")
 def branch_found(loop: Loop) -> None:
     loop.begin(config={"ddp": {"find_unused_parameters": True}})
     train(loop, Branching())

@@ -12,7 +12,7 @@ from tests.strategy_configs import marked
 FEW = (
     "slices", "scalar", "all_double", "sparse", "lazy", "parameter_hooks", "attributes", "wrapped_block", "own_output",
     "backwards_of_one", "own_backward", "adversarial", "clamped", "added_group", "shared_trunk", "copied_after",
-    "other_method", "frozen_later", "unfrozen", "caught_backward",
+    "branch_found", "unused_decayed", "other_method", "frozen_later", "unfrozen", "caught_backward",
 )  # fmt: skip
 
 
