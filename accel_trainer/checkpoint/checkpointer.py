@@ -157,9 +157,9 @@ class BackgroundSaver:
 
     def __init__(self, process: ProcessContext) -> None:
         self._process = process
-        # One group for the thread: collectives of two threads on one group would pair up in any order. The other is
-        # the main thread's, on the CPU, whatever the job's backend.
-        self._thread_group, self._main_group = (_new_group(process), _new_group(process))
+        # Collectives of two threads on one group would pair up in any order.
+        self.thread_group, self._main_group = (_new_group(process), _new_group(process))
+        """One for the thread, and the main thread's, both on the CPU, whatever the job's backend."""
         self.memory = StagingMemory(process.device)
         self._thread: threading.Thread | None = None
         self._section = ""
@@ -182,10 +182,10 @@ class BackgroundSaver:
         self._thread.start()
 
     def _run(self, publication: Publication, on_commit: Callable[[], None], policy: SavePolicy) -> None:
-        commit = partial(publication.commit, self._thread_group, keeps=policy.on_save_error == "pause")
+        commit = partial(publication.commit, keeps=policy.on_save_error == "pause")
         try:
             try:
-                target = save_persistently(commit, self._process, policy, self._section, self._thread_group)
+                target = save_persistently(commit, self._process, policy, self._section, self.thread_group)
             finally:
                 # Whatever happened: a staged directory that is not published would count as a save under way.
                 publication.abandon()
@@ -380,6 +380,7 @@ class Checkpointer:
             each_node=job.each_node,
             need_bytes=job.need_bytes,
             memory=None if background is None else background.memory,
+            group=None if background is None else background.thread_group,
             owns_name=job.replaces,
             is_locked=job.name is None,
         )

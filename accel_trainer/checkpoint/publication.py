@@ -76,6 +76,7 @@ class StagedDirectory(os.PathLike[str]):
         *,
         commits: bool = True,
         memory: StagingMemory | None = None,
+        group: dist.ProcessGroup | None = None,
         ranks: Sequence[int] = (0,),
     ) -> None:
         self.path = path
@@ -90,6 +91,8 @@ class StagedDirectory(os.PathLike[str]):
         """For the manifest, as JSON; that of the committing rank counts."""
         self.memory = memory
         """For copies, where this is a save in the background."""
+        self.group = group
+        """Of all ranks, for what `finish` does on a thread."""
         self._deferred: list[Callable[[], None]] = []
 
     def __fspath__(self) -> str:
@@ -119,30 +122,46 @@ class StagedDirectory(os.PathLike[str]):
             ConfigError: the name is not a plain one, or was written before; a dtype is unknown to the format.
             DiskFullError: there is no room.
         """
-        self._claim(name)
+        self.claim(name)
         entries = {key: _tensor_entry(key, tensor, (slices or {}).get(key)) for key, tensor in tensors.items()}
         if self.memory is not None:
             fault_point("stage", self.step)
             tensors = self.memory.copy(tensors)
+        self._write(partial(self._write_tensors, name, tensors, metadata, entries))
 
-        def write() -> None:
-            need = tensor_file_bytes(tensors)
-            check_space(self.path, need)
-            with self._create(name, need) as file:
-                write_tensor_file(file, tensors, metadata)
-            self.tensors[name] = entries
+    def write_tensors_now(
+        self, name: str, tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str] | None
+    ) -> None:
+        """Write a claimed file of full tensors, in a call that was deferred."""
+        entries = {key: _tensor_entry(key, tensor, None) for key, tensor in tensors.items()}
+        self._write_tensors(name, tensors, metadata, entries)
 
-        self._write(write)
+    def _write_tensors(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor | LazyTensor],
+        metadata: Mapping[str, str] | None,
+        entries: dict[str, TensorEntry],
+    ) -> None:
+        need = tensor_file_bytes(tensors)
+        check_space(self.path, need)
+        with self._create(name, need) as file:
+            write_tensor_file(file, tensors, metadata)
+        self.tensors[name] = entries
 
     def _write(self, write: Callable[[], None]) -> None:
         if self.memory is None:
             write()
         else:
-            self._deferred.append(write)
+            self.defer(write)
+
+    def defer(self, call: Callable[[], None]) -> None:
+        """Have `finish` make a call, of a save in the background, after those before; again where it has failed."""
+        self._deferred.append(call)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write plain data, such as `json.dumps` takes."""
-        self._claim(name)
+        self.claim(name)
         text = json.dumps(value).encode()
 
         def write() -> None:
@@ -153,7 +172,7 @@ class StagedDirectory(os.PathLike[str]):
 
     def write_torch(self, name: str, value: Any, *, is_private: bool = False) -> None:
         """Write nested values as `torch.save` does; with `is_private`, nobody changes their tensors any more."""
-        self._claim(name)
+        self.claim(name)
         if self.memory is not None and not is_private:
             value = self.memory.copy_nested(value)
 
@@ -166,7 +185,7 @@ class StagedDirectory(os.PathLike[str]):
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
         """Open a new file to write into, for `torch.save` and the like; it cannot seek."""
-        self._claim(name)
+        self.claim(name)
         with self._create(name) as file:
             yield file
 
@@ -201,7 +220,8 @@ class StagedDirectory(os.PathLike[str]):
             if layout := read_layout(path) if path.suffix == ".safetensors" else None:
                 self.tensors[name] = layout
 
-    def _claim(self, name: str) -> None:
+    def claim(self, name: str) -> None:
+        """Refuse a name that is no plain one, or that is there already."""
         check_name(name)
         if name in self.files or (self.path / name).exists():
             raise ConfigError(f"{name!r} is in {self.path.absolute()} already; each file is written once")
@@ -273,6 +293,8 @@ class Publication:
     """Of the files of this rank; the sum over the ranks is compared with the free space."""
     memory: StagingMemory | None = None
     """For copies of the files until `commit`; see StagedDirectory."""
+    group: dist.ProcessGroup | None = None
+    """Whose ranks vote in `commit`; a group of its own where a thread calls that."""
     owns_name: bool = False
     """A directory of that name is replaced with all its files, also those that no checkpoint wrote."""
     is_locked: bool = False
@@ -318,7 +340,9 @@ class Publication:
             raise
         # The committing rank is the first of those whose files it commits.
         path = self.target.parent / names[self._first]
-        self.staged = StagedDirectory(path, self.step, commits=self.commits, memory=self.memory, ranks=self._ranks)
+        self.staged = StagedDirectory(
+            path, self.step, commits=self.commits, memory=self.memory, group=self.group, ranks=self._ranks
+        )
         self._error = _error_of(partial(fault_point, "save.tmp_made", self.step))
         return self.staged
 
@@ -353,11 +377,10 @@ class Publication:
             self.abandon()
             raise
 
-    def commit(self, group: dist.ProcessGroup | None = None, *, keeps: bool = False) -> Path:
+    def commit(self, *, keeps: bool = False) -> Path:
         """Vote, and publish the directory under its name when all ranks have written their files. Collective.
 
         Args:
-            group: whose ranks vote; a group of its own where a thread calls this.
             keeps: the staged directory outlives a failure, to be committed by another call, until `abandon`.
 
         Raises:
@@ -369,10 +392,10 @@ class Publication:
         try:
             # Every rank brings its files to the disk before it votes: after the vote any of them may die.
             error = self._error or _error_of(staged.finish)
-            firsts = gather_or_raise(self.process, self._section, error, self._first, group)
-            tables = self._gather_tables(staged, sorted(set(firsts)), group)
+            firsts = gather_or_raise(self.process, self._section, error, self._first, self.group)
+            tables = self._gather_tables(staged, sorted(set(firsts)))
             # The second vote: before the rename is durable no rank calls it saved, and none removes an older one.
-            with raise_together(self.process, f"publication of {self.target}", group):
+            with raise_together(self.process, f"publication of {self.target}", self.group):
                 fault_point("save.after_vote", self.step)
                 self._publish(staged, tables)
             is_over = True
@@ -391,9 +414,7 @@ class Publication:
             self._lock.release()
             self._lock = None
 
-    def _gather_tables(
-        self, staged: StagedDirectory, firsts: list[int], group: dist.ProcessGroup | None
-    ) -> dict[int, Tables]:
+    def _gather_tables(self, staged: StagedDirectory, firsts: list[int]) -> dict[int, Tables]:
         """Return the tables of each rank of this directory, on the rank that commits it: of `firsts`. Collective."""
         own = (staged.files, staged.tensors)
         if not self.process.is_distributed:
@@ -402,7 +423,7 @@ class Publication:
         for first in firsts:
             # gather, not all_gather: the tables of many ranks are large, and one rank per directory needs them.
             gathered: list[Any] | None = [None] * self.process.world_size if first == self.process.rank else None
-            dist.gather_object(own if first == self._first else None, gathered, dst=first, group=group)
+            dist.gather_object(own if first == self._first else None, gathered, dst=first, group=self.group)
             tables |= {rank: table for rank, table in enumerate(gathered or []) if table is not None}
         return tables
 

@@ -157,7 +157,9 @@ class StagingMemory:
             source, num_bytes = tensors[name], _num_bytes(tensors[name])
             # By way of NumPy: a view has the storage of all, which `torch.save` writes, and transformers copies again.
             own = torch.from_numpy(buffer[begin : begin + num_bytes].numpy())
-            copies[name] = own.view(source.dtype).reshape(tuple(source.shape))
+            # NumPy gives nothing at all a stride of 0, which torch takes for no other dtype.
+            own = own.view(source.dtype) if num_bytes else own.to(source.dtype)
+            copies[name] = own.reshape(tuple(source.shape))
             source = source if isinstance(source, Tensor) else source()
             if self._side is not None and source.device == self._device:
                 self._side.copy(source.detach(), copies[name])

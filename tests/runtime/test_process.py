@@ -142,7 +142,7 @@ def join_and_describe() -> dict[str, Any]:
         "contexts": {first, second, state.process, accelerator.process},
         "total": total.item(),
         "timeout": group_timeout(),
-        "timeouts": [group_timeout(group) for group in (*groups, saver._thread_group, saver._main_group)],
+        "timeouts": [group_timeout(group) for group in (*groups, saver.thread_group, saver._main_group)],
         "threads": torch.get_num_threads(),
         "type": accelerator.distributed_type.value,
         "environ_changes": set(environ.items()) ^ set(os.environ.items()),

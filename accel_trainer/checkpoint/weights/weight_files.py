@@ -253,7 +253,7 @@ def _through_file(distinct: Mapping[str, LazyTensor], made: Iterator[Tensor], ta
         # Private: changes of the tensors reach neither the file nor anybody else. An empty file cannot be mapped.
         num_bytes = os.fstat(file.fileno()).st_size
         mapped = mmap.mmap(file.fileno(), num_bytes, access=mmap.ACCESS_COPY) if num_bytes else bytearray()
-    return {key: _view(mapped, offsets[key], tensor) for key, tensor in distinct.items()}
+    return {key: view_of(mapped, offsets[key], tensor) for key, tensor in distinct.items()}
 
 
 @contextmanager
@@ -324,7 +324,8 @@ def _append(file: IO[bytes], tensor: Tensor) -> int:
     return begin
 
 
-def _view(mapped: mmap.mmap | bytearray, offset: int, tensor: LazyTensor) -> Tensor:
+def view_of(mapped: mmap.mmap | bytearray, offset: int, tensor: LazyTensor) -> Tensor:
+    """Return the tensor of that dtype and shape at an offset of mapped memory."""
     num_bytes = tensor_file_bytes({"": tensor})
     if not num_bytes:
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)

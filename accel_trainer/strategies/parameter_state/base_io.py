@@ -315,6 +315,10 @@ class CheckpointIO(ABC):
         lazy = {id(t): LazyTensor(self.dtype_of(t), self.shape_of(t), partial(self.gather, t)) for _, t in named}
         return {name: lazy[id(tensor)] for name, tensor in named}
 
+    def boxed_model_state(self) -> dict[str, Tensor] | None:
+        """Return tensors as `lazy_model_state` if this rank holds a box of each as it is saved; None where not."""
+        return None
+
     def load_full_model_state(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Load a state of `full_model_state` at once; see `plan_full_model_load`."""
         self.plan_full_model_load(state, strict=strict)()

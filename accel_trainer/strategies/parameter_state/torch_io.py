@@ -122,6 +122,12 @@ class TorchCheckpointIO(CheckpointIO):
         full = tensor.detach()
         return full.full_tensor() if isinstance(full, DTensor) else full
 
+    def boxed_model_state(self) -> dict[str, Tensor] | None:
+        """Return parameters and persistent buffers, where each is replicated or sharded by boxes."""
+        own = dict(self.model_tensors())
+        is_boxed = all(not isinstance(t, DTensor) or is_sharded_or_replicated(t) for t in own.values())
+        return own if is_boxed else None
+
     def fill(self, tensor: Tensor, source: Tensor | None) -> None:
         """Write rank 0's unsharded values into a parameter or buffer. Collective on several ranks."""
         _copy_from_rank_zero(tensor, source)

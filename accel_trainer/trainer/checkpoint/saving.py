@@ -228,7 +228,8 @@ class SavingMethods(_Upstream):
         if not self.is_sharded:
             super().save_model(output_dir, _internal_call)
             return
-        upstream_files.save_model(self, output_dir or self.args.output_dir)
+        is_overridden = type(self)._save is not SavingMethods._save
+        upstream_files.save_model(self, output_dir or self.args.output_dir, is_overridden=is_overridden)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -520,6 +521,8 @@ class RunCheckpoints:
         self.in_flight: BackgroundSave | None = None
         self.staged: StagedDirectory | None = None
         """The directory of the last save. Files that this package writes to it are hashed on their way."""
+        self.gathers_later = True
+        """Whether the thread of a background save may gather weights: until one is stored otherwise than it is held."""
         self.pass_streams: PassStreams | None = None
         """Of the pass over the training data that began last, where its order depends on them."""
         self._position: Callable[[], dict[str, Any]] | None = None

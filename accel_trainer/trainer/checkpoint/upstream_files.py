@@ -59,11 +59,13 @@ from accel_trainer.checkpoint.weights.adapters import (
     saved_names,
     trained_beside,
 )
+from accel_trainer.checkpoint.weights.gathered_later import GatheredLater, NeedsValuesError
+from accel_trainer.checkpoint.weights.into_model import names_by_tensor
 from accel_trainer.checkpoint.weights.weight_files import USERS_CLASS, distinct, full_state_dicts, gather_to_file
 from accel_trainer.data.position import Position
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.runtime.shared_errors import gather_calls, raise_together
 from accel_trainer.strategies.api import CheckpointIO
 from accel_trainer.strategies.local_replicas import LocalReplicas, OuterOptimizer
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
@@ -202,8 +204,12 @@ def _write_torch(trainer: Trainer, directory: Path, name: str, value: Any, *, is
 
 
 @contextmanager
-def weights_in_background(staged: StagedDirectory) -> Iterator[None]:
-    """Context in which transformers' writing of safetensors into `staged`, a save in the background, copies them."""
+def weights_in_background(staged: StagedDirectory, later: GatheredLater | None = None) -> Iterator[None]:
+    """Context in which transformers' writing of safetensors into `staged`, a save in the background, copies them.
+
+    Args:
+        later: notes them instead, as views of its placeholders.
+    """
     # What it does before - ties, names of old, shards - reads the model, and stays on this thread. transformers 5.17 to
     # 5.23 write by these two names (modeling_utils.py:3617, trainer.py:4156); by another, a file is written at once.
     write_now = safetensors.torch.save_file
@@ -211,7 +217,11 @@ def weights_in_background(staged: StagedDirectory) -> Iterator[None]:
     def write(tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
         path = Path(filename)
         if staged.path in path.parents:
-            staged.write_tensors(path.relative_to(staged.path).as_posix(), tensors, metadata=metadata)
+            name = path.relative_to(staged.path).as_posix()
+            if later is None:
+                staged.write_tensors(name, tensors, metadata=metadata)
+            else:
+                later.write(name, tensors, metadata)
         else:
             write_now(tensors, filename, metadata)
 
@@ -222,8 +232,12 @@ def weights_in_background(staged: StagedDirectory) -> Iterator[None]:
         yield
 
 
-def save_model(trainer: Trainer, output_dir: str) -> None:
-    """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective."""
+def save_model(trainer: Trainer, output_dir: str, *, is_overridden: bool) -> None:
+    """Write weights, configuration and processing class so that `from_pretrained` reads them. Collective.
+
+    Args:
+        is_overridden: the Trainer's `_save` is one of the user's.
+    """
     # Sharded weights are gathered one by one into a file without a name: they take disk room twice, and no rank's
     # memory.
     writes = trainer.args.should_save
@@ -237,20 +251,52 @@ def save_model(trainer: Trainer, output_dir: str) -> None:
             if writes:
                 trainer._save(output_dir, state_dict=state)
         return
+    staged = _staged(trainer, Path(output_dir))
+    if is_prepared and not is_overridden and staged is not None and _save_later(trainer, staged):
+        return
     with raise_together(process, "save_model"):
-        if not is_prepared:
-            state = trainer.model.state_dict()
-        elif trainer.is_sharded:
-            lazy, staged = _io(trainer).lazy_model_state(), _staged(trainer, Path(output_dir))
-            memory = None if staged is None else staged.memory
+        if is_prepared:
+            lazy, memory = _io(trainer).lazy_model_state(), None if staged is None else staged.memory
             state = gather_to_file(lazy, Path(output_dir), writes=writes, memory=memory)
         else:
-            state = trainer.accelerator.get_state_dict(trainer.model)
+            state = trainer.model.state_dict()
     with raise_together(trainer.accelerator.process, "save_model"):
         if writes:
             # Some save no `state_dict` that they are given: sentence-transformers saves its modules one by one.
             with full_state_dicts(trainer.model, state) if is_prepared else nullcontext():
                 trainer._save(output_dir, state_dict=state)
+
+
+def _save_later(trainer: Trainer, staged: StagedDirectory) -> bool:
+    """Have a background save's thread gather the weights; False where their writer needs the values. Collective."""
+    model, process, writes = trainer.model, trainer.accelerator.process, trainer.args.should_save
+    own = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+    save = getattr(vars(own).get(USERS_CLASS, type(own)), "save_pretrained", None)
+    # A save of the user's, or of a quantizer, may read what it is given to write, and finds zeros in placeholders.
+    is_transformers = save in (None, PreTrainedModel.save_pretrained) and getattr(own, "hf_quantizer", None) is None
+    is_possible = is_transformers and staged.group is not None and not trainer.args.save_on_each_node
+    tensors = _io(trainer).boxed_model_state() if is_possible and trainer.run_checkpoints.gathers_later else None
+    if tensors is None:
+        return False
+    first_names = {name: names[0] for names in names_by_tensor(tensors).values() for name in names}
+    later = GatheredLater({name: tensors[name] for name in dict.fromkeys(first_names.values())}, staged, process.rank)
+
+    def note() -> bool:
+        if not writes:
+            return True
+        views = later.placeholders()
+        state = {name: views[first_names[name]] for name in tensors}
+        try:
+            with full_state_dicts(model, state), weights_in_background(staged, later):
+                trainer._save(os.fspath(staged), state_dict=state)
+        except NeedsValuesError:  # transformers stores these weights otherwise than the model holds them
+            return False
+        return True
+
+    trainer.run_checkpoints.gathers_later = gather_calls(process, "save_model", note)[0]
+    if trainer.run_checkpoints.gathers_later:
+        later.register()
+    return trainer.run_checkpoints.gathers_later
 
 
 @contextmanager
