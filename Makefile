@@ -35,6 +35,9 @@ TRANSFORMERS := 5.17.0 5.20.0
 NEEDS_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 NEEDS_5.20.0 :=
 
+# Ray with what its extra `train` needs and the other environments lack.
+RAY := ray==2.60.0 tensorboardx==2.6.5
+
 # A client and a server of S3 for tests/stores.
 STORES := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5
 
@@ -116,6 +119,10 @@ test-accelerate: $(VENV)/.installed .compat/accelerate/.installed ## run the tes
 .PHONY: test-ecosystem
 test-ecosystem: $(VENV)/.installed .compat/ecosystem/.installed ## run the tests with libraries around transformers (PEFT, ...)
 	$(call with_path,ecosystem) $(PYTEST) $(SHARED) $(or $(TESTS),tests/ecosystem)
+
+.PHONY: test-ray
+test-ray: $(VENV)/.installed .compat/ray/.installed ## run the tests with a local Ray: Train, Tune and Data
+	$(call with_path,ray) $(PYTEST) $(or $(TESTS),tests/ecosystem/test_ray.py)
 
 .PHONY: test-stores
 test-stores: $(VENV)/.installed .compat/stores/.installed ## run the tests with an object store on the loopback
@@ -231,6 +238,11 @@ $(VENV)/.dev: $(VENV)/.installed
 .compat/notebook/.installed: Makefile | $(VENV)/.torch
 	rm -rf $(@D)
 	$(INSTALL) --target $(@D) $(NOTEBOOK)
+	@touch $@
+
+.compat/ray/.installed: Makefile | $(VENV)/.torch
+	rm -rf $(@D)
+	$(INSTALL) --no-deps --target $(@D) $(RAY)
 	@touch $@
 
 .compat/stores/.installed: Makefile | $(VENV)/.torch

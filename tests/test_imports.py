@@ -16,7 +16,7 @@ pytestmark = pytest.mark.beside_accelerate
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("accel_trainer", "integrations", "fsdp_configs", "examples")
 FOUNDATIONS = ("errors", "logging", "registry", "tree", "tracking")
-OPTIONAL = ("deepspeed", "torch_xla")
+OPTIONAL = ("deepspeed", "ray", "torch_xla")
 
 # Imports the core, then everything. Prints what the core brought in, which of our modules asked for accelerate, what
 # could not be imported, and whether some other library (transformers, when accelerate is installed) asked for it.
