@@ -37,6 +37,8 @@ NEEDS_5.20.0 :=
 
 # Ray with what its extra `train` needs and the other environments lack.
 RAY := ray==2.60.0 tensorboardx==2.6.5
+# In an environment of its own: it wants other versions of what the tests have.
+SKYPILOT := skypilot==0.14.1
 
 # A client and a server of S3 for tests/stores.
 STORES := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5
@@ -123,6 +125,10 @@ test-ecosystem: $(VENV)/.installed .compat/ecosystem/.installed ## run the tests
 .PHONY: test-ray
 test-ray: $(VENV)/.installed .compat/ray/.installed ## run the tests with a local Ray: Train, Tune and Data
 	$(call with_path,ray) $(PYTEST) $(or $(TESTS),tests/ecosystem/test_ray.py)
+
+.PHONY: test-skypilot
+test-skypilot: $(VENV)/.installed .compat/skypilot/.installed ## read printed tasks with SkyPilot's own parser
+	$(PYTEST) tests/contrib/test_skypilot.py
 
 .PHONY: test-stores
 test-stores: $(VENV)/.installed .compat/stores/.installed ## run the tests with an object store on the loopback
@@ -243,6 +249,12 @@ $(VENV)/.dev: $(VENV)/.installed
 .compat/ray/.installed: Makefile | $(VENV)/.torch
 	rm -rf $(@D)
 	$(INSTALL) --no-deps --target $(@D) $(RAY)
+	@touch $@
+
+.compat/skypilot/.installed: Makefile | $(VENV)/.created
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet $(SKYPILOT)
 	@touch $@
 
 .compat/stores/.installed: Makefile | $(VENV)/.torch

@@ -135,10 +135,14 @@ class Flag:
         return self.preset is not None or self.path is None and self.is_switch
 
 
-def _own(text: str, *, metavar: str | None = None, is_for_schedulers: bool = False) -> Any:
+def _own(text: str, *, metavar: str | None = None) -> Any:
     """Return a field of `Options` that is a flag of the launcher's own: a switch, or with `metavar` a value."""
-    metadata = {"help": text, "metavar": metavar, "is_for_schedulers": is_for_schedulers}
-    return field(default=False if metavar is None else None, metadata=metadata)
+    return field(default=False if metavar is None else None, metadata={"help": text, "metavar": metavar})
+
+
+def _of_job(text: str, metavar: str) -> Any:
+    """Return such a field that is for a scheduler's job, and no word of the command in it."""
+    return field(default=None, metadata={"help": text, "metavar": metavar, "is_for_schedulers": True})
 
 
 @dataclass(slots=True)
@@ -152,10 +156,15 @@ class Options:
     module: bool = _own("the script is the name of a module, as in python -m")
     quiet: bool = _own("taken, and without effect; only the failing rank's traceback is shown")
     dry_run: bool = _own("print the command, its variables and the options, and start nothing")
-    slurm: bool = _own("print the job as a script for SLURM's sbatch, and start nothing", is_for_schedulers=True)
-    kubernetes: bool = _own("print the job as a PyTorchJob for Kubernetes, and start nothing", is_for_schedulers=True)
-    submit: bool = _own("hand what --slurm or --kubernetes prints to sbatch or kubectl", is_for_schedulers=True)
-    image: str | None = _own("of the containers, with --kubernetes", metavar="IMAGE", is_for_schedulers=True)
+    print: str | None = _of_job(
+        "print the job for a scheduler, and start nothing: kubernetes is Kubeflow Trainer's TrainJob",
+        "{slurm,kubernetes,jobset,skypilot}",
+    )
+    submit: str | None = _of_job("hand what --print prints to sbatch or kubectl", "{slurm,kubernetes,jobset}")
+    image: str | None = _of_job("of a printed job's containers", "IMAGE")
+    resources: str | None = _of_job("what its scheduler is asked for besides, by its own names", "NAME=VALUE,...")
+    secret: str | None = _of_job("Kubernetes' Secrets or SkyPilot's variables that its processes get", "A,B")
+    volume: str | None = _of_job("claims, or SkyPilot's buckets, and where they are mounted", "SOURCE:/FOLDER,...")
     no_python: bool = _own("the script is a program of its own: start it without python")
     use_parallelism_config: bool = _own("taken; the sizes say it themselves")
     flags: dict[str, Any] = field(default_factory=dict)
@@ -170,6 +179,8 @@ class Options:
 
 
 _OWN = {each.name: each.metadata for each in fields(Options) if each.metadata}
+OF_JOBS = tuple(name for name, own in _OWN.items() if "is_for_schedulers" in own)
+"""Flags that are for a scheduler's job."""
 _STRATEGY_SWITCHES = {"use_fsdp": "fsdp2", "use_deepspeed": "deepspeed", "multi_gpu": "ddp"}
 
 
@@ -288,7 +299,7 @@ def _check_word_behind_switch(given: Sequence[tuple[Flag, Any, str, Sequence[str
     takes_value = value is True and flag.path is not None and flag.preset is None
     if not takes_value or any(other.name in ("module", "no_python") for other, *_ in given):
         return
-    # With --slurm the script may be on another machine, and no file here.
+    # With --print the script may be on another machine, and no file here.
     if not os.path.exists(word) and not word.endswith(".py") and os.sep not in word:
         raise ConfigError(
             f"{written} is {word!r}; expected true or false, or a script behind it, and there is no file {word!r}; "
@@ -303,7 +314,7 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
     entries: list[Entry] = []
     sizes: dict[str, Entry] = {}
     for flag, value, written, words in given:
-        if not (flag.name in _OWN and _OWN[flag.name]["is_for_schedulers"]):
+        if flag.name not in OF_JOBS:
             options.words += tuple(words)
         if flag.path == _PARALLELISM:
             size = int(value) if value.isdecimal() else value

@@ -23,7 +23,7 @@ from accel_trainer.config.validation import UNUSED_UNDER, show_plain
 from accel_trainer.errors import MISSING_TORCHAO, ConfigError
 from accel_trainer.launch.cli import load_command
 from accel_trainer.launch.config_file import find_default_config
-from accel_trainer.launch.flags import Options, parse_options, print_help
+from accel_trainer.launch.flags import OF_JOBS, Options, parse_options, print_help
 from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_on_hosts
 from accel_trainer.launch.machine import (
     VISIBLE_DEVICES,
@@ -73,11 +73,11 @@ def run_launch(words: Sequence[str]) -> int:
     if print_help(words, command, "[options] script.py [options of the script]", description):
         return 0
     options = _read_and_print_notes(words, command)
-    if options.slurm or options.kubernetes:
+    if options.print or options.submit:
         code: int = load_command("contrib.submission:run_scheduled")(options)
         return code
-    if options.submit or options.image is not None:
-        raise ConfigError("--submit and --image are for a job of --slurm or --kubernetes; add one of them")
+    if given := [f"--{name}" for name in OF_JOBS if getattr(options, name) is not None]:
+        raise ConfigError(f"{', '.join(given)}: for a job that a scheduler starts; add --print or --submit")
     job = plan_job(options, os.environ)
     if not options.dry_run:
         return run_job(job)
