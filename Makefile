@@ -114,6 +114,10 @@ soak: $(VENV)/.installed ## kill 200 runs while they save and 200 while they upl
 	$(BIN)/python -m tests.checkpoint.soak $(SOAK_ARGS)
 	$(BIN)/python -m tests.trainer.signal_soak
 
+.PHONY: test-slow-ranks
+test-slow-ranks: $(VENV)/.installed ## a rank that sleeps 200 ms in each phase is named, in 60 trials; 60 without are silent: about 20 minutes
+	$(BIN)/python -m tests.slow_rank_trials $(SLOW_ARGS)
+
 .PHONY: test-accelerate
 test-accelerate: $(VENV)/.installed .compat/accelerate/.installed ## run the tests that meet Hugging Face accelerate where it is present
 	$(call with_path,accelerate) $(PYTEST) $(SHARED) $(or $(TESTS),-m beside_accelerate tests/trainer tests/strategies/fsdp2/test_presharded.py tests/test_imports.py tests/migration/test_accelerate_scripts.py)

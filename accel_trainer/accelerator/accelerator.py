@@ -47,7 +47,9 @@ from accel_trainer.precision import build_precision
 from accel_trainer.runtime.memory import register_memory_owner
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import current_process, init_process, read_environment
+from accel_trainer.runtime.rank_watch import current_watch, sample_phases
 from accel_trainer.runtime.rng import check_rng_types
+from accel_trainer.runtime.slow_ranks import SlowRanks
 from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.techniques.meters import StepMeters
 from accel_trainer.unsupported import explain_options
@@ -182,6 +184,8 @@ class Accelerator(
             if self.config.meters
             else None
         )
+        looks_out = current_watch() is not None and self.config.slow_rank_updates > 0
+        self.slow_ranks = SlowRanks(sample_phases, self.config.slow_rank_updates) if looks_out else None
         self._registered = RegisteredState()
         self._last_grad_norm = torch.tensor(float("nan"))
         # find_executable_batch_size frees the models of every Accelerator before it tries a smaller batch.

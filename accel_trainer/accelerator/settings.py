@@ -37,6 +37,7 @@ from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import check_rng_types, seed_own_streams, synchronize_rng
+from accel_trainer.runtime.slow_ranks import SlowRanks
 from accel_trainer.strategies.api import Strategy
 from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.techniques.meters import StepMeters
@@ -96,6 +97,8 @@ class AcceleratorSettings(ProcessView):
     """The look at the gradients of each update; None under fp16, whose loss scale leaves such updates out."""
     meters: StepMeters | None
     """Counts of what is trained, which `perf` reads; None unless `meters` is set."""
+    slow_ranks: SlowRanks | None
+    """The look-out for a rank that the others wait for; None on one process, or with `slow_rank_updates` of 0."""
     _options: AcceleratorOptions
     _engine_plugins: DeepSpeedPlugins
     _pass_start: PassStart

@@ -346,6 +346,7 @@ class AcceleratorStepping(AcceleratorSettings):
         )
         return policy.autocast(self.process.device.type)
 
+    @section("gradient clipping")
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Bound the global gradient norm of `parameters`; return the norm before clipping. Collective.
 

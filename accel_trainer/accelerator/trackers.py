@@ -17,6 +17,7 @@ from accel_trainer.accelerator.shared_state import Forwarded
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.kwargs import ProfileKwargs, ProjectConfiguration
 from accel_trainer.registry import installed_trackers, load_tracker, tracker_names
+from accel_trainer.runtime import collectives
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, redact, secrets_of
@@ -242,7 +243,7 @@ class AcceleratorTracking(AcceleratorSettings):
         """
         self._trackers.log(values, step, log_kwargs)
 
-    def perf(self) -> dict[str, float]:
+    def perf(self) -> dict[str, Any]:
         """Return tokens and samples a second, MFU and more since the last call, for `log`. Collective.
 
         Figures are those of all ranks, by names that begin with `perf/`; docs/trackers.md lists them. Waits for the
@@ -250,7 +251,11 @@ class AcceleratorTracking(AcceleratorSettings):
         """
         if self.meters is None:
             return {}
-        return self.meters.read(self.process.world_size // self.readers.world_size)
+        figures: dict[str, Any] = self.meters.read(self.process.world_size // self.readers.world_size)
+        if self.slow_ranks is not None:
+            own = self.slow_ranks.read().to(self.device)
+            figures |= self.slow_ranks.judge(collectives.gather(own[None], self.process))
+        return figures
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker called `name`, whose methods raise; on ranks that do not log, one that does nothing.

@@ -378,6 +378,8 @@ class RunConfig:
     """Log tokens and samples a second, model FLOPs, their share of the peak (MFU) and peak memory, as perf/..."""
     peak_flops: float | None = None
     """Operations a second of one device, for the MFU of meters; None takes dense bf16's of the vendor's data sheet."""
+    slow_rank_updates: int = 20
+    """Warn of a rank that others have waited for in so many updates, with the phase; 0 does not look for one."""
     scheduler_steps: SchedulerSteps = SchedulerSteps.PER_UPDATE
     """per_process steps a prepared schedule once for each rank in an update, as scripts for accelerate size theirs."""
     timeout_seconds: float = 1800.0

@@ -86,6 +86,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "outer_optimizer.lr": (lambda rate: rate > 0, "a positive number"),
     "outer_optimizer.momentum": (lambda momentum: 0 <= momentum < 1, "a number from 0 on and below 1"),
     "max_rollbacks": _at_least(1),
+    "slow_rank_updates": _at_least(0),
     "peak_flops": (lambda rate: rate >= 1e9, "operations a second of one device, 1e9 at least: 989e12 for an H100"),
     "ema_decay": (lambda decay: 0 < decay < 1, "a number above 0 and below 1, such as 0.999"),
     "loss_chunk_tokens": _at_least(1),

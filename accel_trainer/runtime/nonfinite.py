@@ -23,6 +23,7 @@ from accel_trainer.errors import NonFiniteError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rank_watch import end_with_exit_codes, tell_soon
 from accel_trainer.runtime.shared_errors import gather_or_raise
+from accel_trainer.runtime.whereabouts import waits_for_device
 
 logger = logging.get_logger(__name__)
 
@@ -141,6 +142,7 @@ class NonFiniteGuard:
         self._act(self.update, loss is None or isfinite(loss), is_local=is_local)
         return self._leaves_out
 
+    @waits_for_device
     def look(self) -> bool:
         """Look at the last update, before a save or a log and at the end; return whether that led to a rollback."""
         pending, self._pending = self._pending, None

@@ -36,6 +36,7 @@ from accel_trainer import logging
 from accel_trainer.config import HangConfig
 from accel_trainer.errors import DesyncError, HangError, NonFiniteError, ProcessGroupError, RemoteRankError
 from accel_trainer.runtime.progress import PROGRESS, FactBoard, Pace
+from accel_trainer.runtime.slow_ranks import PhaseSampler
 from accel_trainer.runtime.torch_private import (
     BROKEN_TEXTS,
     CLOSED_TEXT,
@@ -175,6 +176,7 @@ class RankWatch:
         self._asked_seconds = 0.0  # that the last report has taken
         # Whether this rank's place has been written since its last progress, and when.
         self._is_heard, self._heard_at = False, 0.0
+        self._sampler: PhaseSampler | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
         self._thread.start()
@@ -198,6 +200,12 @@ class RankWatch:
     def is_in_loop(self) -> bool:
         """Whether the calling thread is the one of the loop."""
         return threading.get_ident() == self._loop_thread
+
+    def sample_phases(self) -> PhaseSampler:
+        """Return the sampler of this rank's loop, which goes with the watch."""
+        if self._sampler is None:
+            self._sampler = PhaseSampler(self._loop_thread)
+        return self._sampler
 
     def exchange(self, text: str, doing: str) -> list[str]:
         """Return the texts of all ranks. Every rank calls it as often as the others; through the store alone.
@@ -270,7 +278,9 @@ class RankWatch:
         return states
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
+        if self._sampler is not None:
+            self._sampler.close()
         self._is_over.set()
         self._thread.join(_STUCK_SECONDS)  # it may wait for an answer of a machine that is gone
 
@@ -609,6 +619,11 @@ _watch: RankWatch | None = None
 def current_watch() -> RankWatch | None:
     """Return the watch of this process; None where it is alone, or has left its job."""
     return _watch
+
+
+def sample_phases() -> PhaseSampler | None:
+    """Return the sampler of this rank's loop, which begins with the first call; None where nobody watches."""
+    return None if _watch is None else _watch.sample_phases()
 
 
 def start_watch(

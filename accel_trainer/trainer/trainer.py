@@ -611,7 +611,14 @@ class Trainer(ResumingMethods, transformers.Trainer):
         self, tr_loss: Tensor, grad_norm: Tensor | float | None, learning_rate: float | None, start_time: float
     ) -> None:
         """Log the mean loss since the last log, over all ranks, and begin to add anew. Collective."""
-        loss = self.accelerator.gather(tr_loss).mean().item()
+        slow_ranks, figures = self.accelerator.slow_ranks, dict[str, Any]()
+        if slow_ranks is None:
+            losses = self.accelerator.gather(tr_loss)
+        else:
+            # In the one exchange that a log has anyway.
+            ranks = self.accelerator.gather(torch.cat((tr_loss.reshape(1), slow_ranks.read().to(tr_loss)))[None])
+            losses, figures = ranks[:, 0].contiguous(), slow_ranks.judge(ranks[:, 1:])
+        loss = losses.mean().item()
         tr_loss.zero_()
         logs = {"loss": loss / (self.state.global_step - self._globalstep_last_logged)}
         if grad_norm is not None:
@@ -622,7 +629,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         self.store_flos()
         if (meters := self.accelerator.meters) is not None:
             seconds = self.run_clock.work_seconds(self.run_checkpoints.metrics.stalled_seconds)
-            logs |= meters.read(self.get_tp_size(), self.state.global_step, seconds)
+            logs |= meters.read(self.get_tp_size(), self.state.global_step, seconds) | figures
         self.log(logs, start_time)
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:

@@ -72,6 +72,7 @@ _OPTIONS = {
     "preempt_grace_s": "preemption.grace_seconds",
     "preempt_signals": "preemption.signals",
     "save_async": "save_async",
+    "slow_rank_updates": "slow_rank_updates",
     "use_cpu": "use_cpu",
 }
 MIRRORED_FIELDS: frozenset[str] = frozenset(_OPTIONS) | {
@@ -183,6 +184,7 @@ class TrainingArguments(transformers.TrainingArguments):
     max_rollbacks: int = _mirrored("max_rollbacks")
     meters: bool = _mirrored("meters")
     peak_flops: float | None = _mirrored("peak_flops")
+    slow_rank_updates: int = _mirrored("slow_rank_updates")
     ema_decay: float | None = _mirrored("ema_decay")
     optimizer_in_backward: bool = _mirrored("optimizer_in_backward")
     preempt_signals: str = _argument(

@@ -1,0 +1,99 @@
+"""Slow ranks: which one is named, in which phase, and when; what must not be taken for one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel_trainer.runtime.progress import PROGRESS
+from accel_trainer.runtime.slow_ranks import SlowRanks, find_slow_rank
+from accel_trainer.runtime.whereabouts import PHASES
+from tests.slow_rank_trials import EVERYONE, run_trial
+
+
+def _row(seconds: float = 10.0, **phases: float) -> list[float]:
+    return [phases.get(phase, 0.1) for phase in PHASES] + [seconds]
+
+
+def test_the_slow_rank_is_the_one_with_most_work_and_its_phase_the_one_that_differs_most():
+    work = [
+        _row(forward=3, backward=5)[:-1],
+        _row(forward=3, backward=5, data=2)[:-1],
+        _row(forward=3.5, backward=4)[:-1],
+    ]
+    found = find_slow_rank(work)
+    assert (found.rank, found.phase) == (1, "data")
+    assert found.seconds == pytest.approx(1.9)  # without it the job has the pace of rank 0
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> SlowRanks:
+    monkeypatch.setattr(PROGRESS, "updates", 0)
+    return SlowRanks(lambda: None, 20)
+
+
+def _judge(watch: SlowRanks, *rows: list[float], updates: int = 10) -> dict[str, int | str]:
+    PROGRESS.updates += updates
+    return dict(watch.judge(torch.tensor(rows)))
+
+
+_SLOW, _FAST = _row(save=4, forward=3), _row(forward=3)
+
+
+def test_a_rank_is_warned_of_after_three_windows_and_once(watch, caplog):
+    """Of 40 s, 3.9 in each 10 s window are lost after the first, which is the start."""
+    assert _judge(watch, _FAST, _SLOW) == {}
+    for _ in range(2):
+        assert _judge(watch, _FAST, _SLOW) == {"perf/slow_rank": 1, "perf/slow_phase": "save"}
+    assert not caplog.records
+    for _ in range(2):
+        _judge(watch, _FAST, _SLOW)
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 1 is slow in save: for 30 updates the other ranks have waited for it, 39 % of the time. Without that the "
+        "job would be 1.64 times as fast. Look at that rank's machine and its part of the data; slow_rank_updates=0 "
+        "does not look for slow ranks"
+    ]
+
+
+def test_another_rank_or_a_fast_window_between_ends_a_streak(watch, caplog):
+    for rows in 3 * [(_FAST, _SLOW), (_FAST, _SLOW), (_SLOW, _FAST), (_SLOW, _SLOW)]:
+        _judge(watch, *rows)
+    assert not caplog.records
+
+
+def test_windows_without_the_phase_do_not_end_its_streak(watch, caplog):
+    quiet = _row(save=0, forward=3)
+    _judge(watch, quiet, quiet)
+    for rows in 3 * [(quiet, quiet), (_row(save=0, forward=3), _SLOW)]:
+        _judge(watch, *rows)
+    assert "for 30 updates the other ranks have waited for it, 24 % of the time" in caplog.text  # 12 of 50 s
+
+
+def test_windows_of_less_than_two_seconds_are_added_up(watch):
+    _judge(watch, _FAST, _SLOW)
+    small = [[value / 10 for value in row] for row in (_FAST, _SLOW)]
+    assert _judge(watch, *small) == {}
+    assert _judge(watch, *small) == {"perf/slow_rank": 1, "perf/slow_phase": "save"}
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_begins_a_new_window(watch):
+    _judge(watch, _FAST, _SLOW)
+    assert _judge(watch, _FAST, _SLOW, updates=-5) == {}
+    assert _judge(watch, _FAST, _SLOW) == {"perf/slow_rank": 1, "perf/slow_phase": "save"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase", "strategy"), [(1, "data", "ddp"), (0, "backward", "ddp"), (1, "optimizer", "fsdp2")]
+)
+def test_a_rank_that_sleeps_is_named_with_its_phase(rank: int, phase: str, strategy: str):
+    figures, warnings = run_trial(rank, phase, strategy)
+    assert [text.partition(":")[0] for text in warnings] == [f"rank {rank} is slow in {phase}"]
+    assert figures[1:4] == [(rank, phase)] * 3
+
+
+def test_ranks_that_are_all_as_slow_are_no_alarm():
+    assert run_trial(EVERYONE, "forward")[1] == []
+
+
+def test_the_look_out_can_be_turned_off():
+    assert run_trial(1, "forward", slow_rank_updates=0) == ([(None, None)] * 4, [])
