@@ -261,6 +261,10 @@ class PreparedDataLoader(DataLoader[Any]):
         """Whether the next pass leaves out steps of its epoch."""
         return self._source.start > 0 or self._source.loaded is not None
 
+    def indices_at(self, epoch: int, step: int) -> list[int] | None:
+        """Return the dataset's indices in this rank's batch at a step of an epoch; None where they are not known."""
+        return self._source.sampler.indices_at(epoch, step) if isinstance(self._source, IndexSource) else None
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, in the samplers and in the dataset, through whatever wraps them."""
         self._source.set_epoch(epoch)

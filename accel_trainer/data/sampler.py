@@ -241,6 +241,21 @@ class ShardedBatchSampler(Sampler[Any]):
         moved.begin_at(step)
         return moved
 
+    def indices_at(self, epoch: int, step: int) -> list[int] | None:
+        """Return the dataset's indices in this shard's batch at a step of a full pass; None where only a pass tells.
+
+        Known of the orders of `shuffle=True` and `False`, and not of the epoch that was gone on with at a sample.
+        """
+        moved, base = copy.copy(self), copy.copy(self.batch_sampler)
+        if isinstance(base, BatchSampler) and isinstance(base.sampler, SeedableRandomSampler):
+            base.sampler = copy.copy(base.sampler)
+            base.sampler.epoch = epoch
+        if _known_order(base) is None or self.process_index is None or (self._origin and self._origin[0] == epoch):
+            return None
+        moved.batch_sampler, moved._clock, moved.num_ahead = base, SimpleNamespace(epoch=epoch), 0
+        moved.begin_at(step)
+        return next(iter(moved), None)
+
     @property
     def counts_samples(self) -> bool:
         """Whether a pass can begin at any sample; else only where a batch of the user's batch sampler begins."""

@@ -41,6 +41,7 @@ class NonFiniteGuard:
         is_late: an engine steps by itself, leaves such updates out, and tells the norm only then.
         spreads: a loss that is none makes all gradients NaN, of all ranks.
         roll_back: called with what was found, on every rank, with the action "rollback".
+        asked_by: the option that asks for a rollback, for its messages.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class NonFiniteGuard:
         self.spreads = action != "warn" and process.is_distributed and not is_late
         self.roll_back: Callable[[str], None] | None = None
         self.rolls_back = action == "rollback"
+        self.asked_by = "on_nonfinite"
+        self._ordered: tuple[str, bool] | None = None
         self._leaves_out = action in ("skip_step", "rollback")
         self._max_rollbacks = max_rollbacks
         # The checkpoint that the run went back to last, and how often in a row.
@@ -112,6 +115,10 @@ class NonFiniteGuard:
         """Forget the update under way: its gradients are dropped, or nobody looks at them."""
         self.norm = self.loss = None
 
+    def leave_out(self, found: str, *, rolls_back: bool) -> None:
+        """Have the step of the update under way left out, or the run go back, for what a loop has found in it."""
+        self._ordered = found, rolls_back
+
     def skips(self) -> bool:
         """Look at the update under way, before its step or, late, after it; return whether the step is to be left out.
 
@@ -119,6 +126,9 @@ class NonFiniteGuard:
             NonFiniteError: on every rank, with the action "raise": at the update, or on an accelerator at the next one.
         """
         self.update += 1
+        return self._check() if self._ordered is None else self._obey(*self._ordered)
+
+    def _check(self) -> bool:
         norm, loss, self.norm, self.loss = self.norm, self.loss, None, None
         is_local, self._is_sample = self._is_sample and self._is_sharded, False
         if norm is None and not self._process.is_distributed:
@@ -142,6 +152,16 @@ class NonFiniteGuard:
         self._act(self.update, loss is None or isfinite(loss), is_local=is_local)
         return self._leaves_out
 
+    def _obey(self, found: str, rolls_back: bool) -> bool:
+        self._ordered = None
+        self.drop()
+        if rolls_back:
+            assert self.roll_back is not None
+            self._pending = None  # of weights that are no more
+            self.asked_by = "on_loss_spike"
+            self.roll_back(found)
+        return True
+
     @waits_for_device
     def look(self) -> bool:
         """Look at the last update, before a save or a log and at the end; return whether that led to a rollback."""
@@ -156,9 +176,10 @@ class NonFiniteGuard:
 
     def begin_rollback(self, found: str, place: Path | None) -> None:
         """Log that the run goes back to the checkpoint at `place`; a NonFiniteError without one, or too often."""
+        option, self.asked_by = self.asked_by, "on_nonfinite"
         if place is None:
             _raise(
-                f"{found}; on_nonfinite='rollback' has no checkpoint of this run to go back to yet. Save one before, "
+                f"{found}; {option}='rollback' has no checkpoint of this run to go back to yet. Save one before, "
                 "or look at that batch and the learning rate"
             )
         before = self._rollbacks[1] if self._rollbacks[0] == place else 0

@@ -25,6 +25,7 @@ from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.runtime.tensor_trees import find_batch_size
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.trainer.loss import LossKind, count_labels
+from accel_trainer.trainer.loss_spikes import answer_spike
 from accel_trainer.trainer.run_clock import BACKWARD_DONE, BATCHES_READ, UPDATE_BEGUN, UPDATE_DONE, RunClock
 
 if TYPE_CHECKING:
@@ -277,6 +278,9 @@ class EpochRun:
         self._count_tokens(inputs)
         if is_last:
             self._meter()
+            if trainer.loss_spikes is not None and self.guard is not None:
+                steps = range(self.step - self.reader.index, self.step + 1)
+                answer_spike(trainer, self.guard, self.epoch, steps)
             self._update()
         else:
             trainer.control = handler.on_substep_end(trainer.args, trainer.state, trainer.control)

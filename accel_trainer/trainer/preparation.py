@@ -46,6 +46,7 @@ from accel_trainer.trainer.arguments.fsdp_arguments import (
 )
 from accel_trainer.trainer.arguments.training_arguments import MIRRORED_FIELDS, TrainingArguments, setting
 from accel_trainer.trainer.loss import build_smoother
+from accel_trainer.trainer.loss_spikes import check_loss_spikes
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
@@ -145,6 +146,7 @@ def _check_options(args: TrainingArguments, accelerator: Accelerator) -> None:
             "and schedule; leave one of the two out"
         )
     check_recomputation(args, accelerator.resolved)
+    check_loss_spikes(args, accelerator)
     if config.optimizer_in_backward and (args.max_grad_norm > 0 or args.gradient_accumulation_steps > 1):
         raise ConfigError(
             f"{describe('optimizer_in_backward')} updates each parameter before the gradients of others are there, and "

@@ -60,6 +60,7 @@ from accel_trainer.trainer.loss import (
     predicts_first_label,
     predicts_next_token,
 )
+from accel_trainer.trainer.loss_spikes import LossSpikes
 from accel_trainer.trainer.preparation import (
     ModelPreparation,
     TakenArguments,
@@ -124,6 +125,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
     _modules: tuple[nn.Module, ...] = ()
     """Of the model as the epoch began, where none has a train() of its own."""
     _schedule_of_both: Any = None
+    loss_spikes: LossSpikes | None = None
     _num_flops_parameters: tuple[int, int] | None = None
     """The model's id, and how many of its parameters multiply inputs."""
 
@@ -290,6 +292,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         # Upstream's search (5.23, trainer.py:1570) needs accelerate, and goes on with the weights that an attempt left.
         self.args.auto_find_batch_size = False
         self.run_clock = RunClock(self.accelerator.process)
+        self.loss_spikes = None if self.args.on_loss_spike == "off" else LossSpikes(self.args.loss_spike_threshold)
         is_failed = True
         self.stop_signals = StopSignals(self._signals_to_note())
         try:

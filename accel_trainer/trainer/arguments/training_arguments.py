@@ -171,6 +171,15 @@ class TrainingArguments(transformers.TrainingArguments):
     checkpoint_uri: str | None = _mirrored("checkpoint_uri")
     max_pause_s: float = _argument(3600.0, "With on_save_error='pause': seconds after which the error is raised.")
     on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = _mirrored("on_nonfinite")
+    on_loss_spike: Literal["off", "warn", "skip_batch", "rollback"] = _argument(
+        "off",
+        "What to do with an update whose loss is loss_spike_threshold deviations above the median of those before it: "
+        "'warn' names its samples, 'skip_batch' leaves it out, 'rollback' loads the newest checkpoint and goes on with "
+        "the data behind it.",
+    )
+    loss_spike_threshold: float = _argument(
+        6.0, "With on_loss_spike: standard deviations above the median of the last 100 updates."
+    )
     on_changed_run: Literal["auto", "refuse", "warn"] = _mirrored("on_changed_run")
     loss_implementation: Literal["plain", "chunked", "liger"] = _mirrored("loss_implementation")
     loss_chunk_tokens: int | None = _mirrored("loss_chunk_tokens")
