@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, reduce
 from operator import attrgetter
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +52,9 @@ GROUPED_MM = "_grouped_mm"
 CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 CPU_ATTENTION_BACKWARD = f"{CPU_ATTENTION}_backward"
 UNIT_EXCHANGES = ("_allgather_base_", "_reduce_scatter_base_")
+
+_SNAPSHOTS = ("record_memory_history", "dump_snapshot")
+_MAX_ALLOCATIONS = 1_000_000  # some hundred bytes each: an update of a 7B has 50,000
 
 _AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
 _REFUSED = "AccelTrainerError where it is used"
@@ -120,6 +124,9 @@ PRIVATE_NAMES = {
     **{f"torch.ops.aten.{name}": _PLANNED for name in (GROUPED_MM, CPU_ATTENTION, CPU_ATTENTION_BACKWARD)},
     **{f"torch.ops.c10d.{name}": _EXPOSED for name in UNIT_EXCHANGES},
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": _NOT_CLEARED,
+    **{
+        f"torch.cuda.memory._{name}": "a trace of updates comes without a snapshot of the memory" for name in _SNAPSHOTS
+    },
     "torch.distributed.device_mesh.DeviceMesh._pg_registry": _NOT_CLEARED,
     "torch.distributed.device_mesh.DeviceMesh._flatten": f"{_REFUSED}: ParallelismConfig.build_device_mesh()",
     "torch.distributed.device_mesh.DeviceMesh._unflatten": f"{_REFUSED}: parallel.ep_size",
@@ -588,6 +595,21 @@ def begun_collectives() -> dict[str, int]:
         with suppress(RuntimeError):  # a backend that does not count
             counts[str(group.group_name)] = read() if read is not None else 0
     return counts
+
+
+@contextmanager
+def recording_allocations(path: Path, device: torch.device) -> Iterator[None]:
+    """Write what the block allocates on a GPU, for pytorch.org/memory_viz; nothing of another device."""
+    record, dump = (_find(torch.cuda.memory, f"torch.cuda.memory._{name}") for name in _SNAPSHOTS)
+    if device.type != "cuda" or record is None or dump is None:
+        yield
+        return
+    record(max_entries=_MAX_ALLOCATIONS)
+    try:
+        yield
+    finally:
+        dump(str(path))
+        record(enabled=None)
 
 
 def last_collective() -> str:

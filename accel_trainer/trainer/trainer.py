@@ -70,6 +70,7 @@ from accel_trainer.trainer.preparation import (
     keeping_global_batch,
     load_model,
 )
+from accel_trainer.trainer.profiling import UpdateProfile
 from accel_trainer.trainer.run_clock import RunClock
 from accel_trainer.trainer.search import BatchSizeSearch, search_with_optuna
 from accel_trainer.trainer.signals import flags_of, share_metrics
@@ -187,6 +188,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
             report = importlib.import_module("accel_trainer.contrib.run_report.callback")
             self.run_report = report.RunReport(self)
             self.add_callback(self.run_report)
+            self.update_profile = UpdateProfile(args, self.accelerator.process)
+            self.add_callback(self.update_profile)
             self._taken_arguments = TakenArguments(self.args)
             if predicts_first_label(self.model):
                 self._loss_shifts_labels = False
@@ -315,6 +318,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         finally:
             self.args.auto_find_batch_size = searches
             self.run_report.close()
+            self.update_profile.close()
             self.end_decisions(is_failed=is_failed)
             if is_failed:
                 self.is_in_train = False

@@ -235,6 +235,12 @@ class TrainingArguments(transformers.TrainingArguments):
         "Whether to write report.html into output_dir at the end of training: curves, the time split and the "
         "configuration, in one page.",
     )
+    profile: str | None = _argument(
+        None,
+        "START:STOP: updates of which torch's profiler writes a trace to output_dir/profile, from START to the one "
+        "before STOP; on a GPU a snapshot of its memory, too.",
+    )
+    profile_ranks: str = _argument("0", "With profile: ranks that write one, with commas between them, or 'all'.")
     verify: Literal["full", "size", "off"] = _argument(
         "full",
         "How files of a checkpoint are compared with what was saved, before a resume or before the best model is "
