@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import activations_step
 import checkpoints
 import chunked_loss
 import data_loading
@@ -59,6 +60,7 @@ def _two_processes(script: str, rounds: int) -> list[Row]:
 BENCHMARKS = {
     "native": native_step.measure,
     "loss": chunked_loss.measure,
+    "activations": activations_step.measure,
     "guards": lambda rounds: [*guards_step.measure(rounds), *_two_processes("guards_step.py", rounds)],
     "meters": meters_step.measure,
     "trainer": lambda rounds: _with_peer("trainer_step.py", rounds),
