@@ -6,11 +6,12 @@ its own, and each rank reads some of them (`ShardedStream`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
@@ -18,9 +19,12 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding, get_all_graph_pipes
 
+from accel_trainer.data.packing import PackedStream
 from accel_trainer.data.plan import BatchRows, mix_seed, seed_for_epoch
 from accel_trainer.data.randomness import PrivateStreams, StepStreams
 from accel_trainer.runtime.rng import stream_index
+from accel_trainer.runtime.torch_private import AsWorker
+from accel_trainer.tree import map_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class Step:
     """The samples of one step, which are collated in place, with their rows and the end of the reader's stream.
 
     Nearly all steps of a stream are full ones, whose rows are known: of those, readers hand over the samples alone,
-    because making an object for each costs a tenth of a small batch.
+    because making an object for each costs a tenth of a small batch. A stream with states of its own has one for each.
     """
 
     content: Any
@@ -70,125 +74,202 @@ class Step:
     ends_reader: bool = False
     """Whether the stream that this came from (one for each worker) has nothing more."""
     is_step: bool = True
-    """False for the one message of a reader whose stream is empty."""
+    """False for a message without a step: of a reader whose stream is empty, or of a lane that has no more."""
+    lane: int = 0
+    ends_lane: bool = False
+    number: int = 0
+    """Steps of its lane, this one included."""
     dataset_state: Any = None
     """The dataset's `state_dict()` after these samples, where the stream keeps it."""
     is_collated: bool = False
 
+    def pin_memory(self) -> Step:
+        """Pin the tensors of the batch, as the thread of torch's loader asks for."""
+        pin = lambda leaf: leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf  # noqa: E731
+        self.content = map_leaves(pin, self.content, is_leaf=lambda node: hasattr(node, "pin_memory"))
+        return self
+
+
+class LaneOrigin(NamedTuple):
+    """Where a lane begins: at a state of the dataset, or after some samples, which are read again."""
+
+    steps: int = 0
+    samples: int = 0
+    state: Any = None
+
+
+class Origin(NamedTuple):
+    """Where a pass begins in each lane. Those of one worker in all parts of the dataset follow each other."""
+
+    lanes: Sequence[LaneOrigin | None]
+    """None of a lane that has no more."""
+    turn: int = 0
+    """The lane of the first step."""
+    parts: int = 1
+    """Into how many parts, each of some shards, the dataset was cut."""
+    workers: int = 0
+    """Lanes of each part; 0 for one in a process that is no worker."""
+
 
 class _EpochStream(IterableDataset[Any]):
-    """A stream that sets its dataset's epoch when a pass begins, in whatever process it is iterated."""
+    """A stream that sets its dataset's epoch when a pass begins, in whatever process it is iterated.
 
-    def __init__(self, dataset: Any, rule: StreamRule, seed: int) -> None:
+    Its order is that of `num_lanes` workers that take turns, or of one process for 0, whatever reads it: another number
+    of workers reads several lanes each, in each of which the dataset finds itself in the worker of that lane.
+
+    Args:
+        keeps_state: ask the dataset for its `state_dict()` at every step.
+    """
+
+    def __init__(
+        self, dataset: Any, rule: StreamRule, seed: int, *, num_lanes: int = 0, keeps_state: bool = False
+    ) -> None:
         self.dataset = dataset
         self.rule = rule
         self.seed = seed
+        self.num_lanes = num_lanes
+        self.keeps_state = keeps_state
         self._epoch = torch.zeros((), dtype=torch.int64)
+        self._skip = torch.zeros((), dtype=torch.int64)
+        self._begins_within = torch.zeros((), dtype=torch.int64)
+        self._origin: Origin | None = None
         self._num_begun = 0
         self._step_streams = StepStreams()
 
     def share(self) -> None:
-        """Share the epoch with worker processes: persistent ones hold a copy of the stream from the first pass on."""
-        self._epoch.share_memory_()
+        """Share where passes begin with worker processes: persistent ones hold a copy of the stream from the first."""
+        for each in (self._epoch, self._skip, self._begins_within):
+            each.share_memory_()
 
-    def begin_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the pass that begins next."""
+    def begin_pass(self, epoch: int, origin: Origin | None = None, skip: int = 0) -> None:
+        """Choose the epoch of the pass that begins next, and where it begins.
+
+        Workers that live already know no `origin`. The steps to `skip` are read, and not collated.
+        """
         self._epoch.fill_(epoch)
+        self._skip.fill_(skip)
+        self._begins_within.fill_(origin is not None)
+        self._origin = origin
 
     def begin_step(self) -> None:
         """Begin the worker's random streams of the step whose samples it has read last."""
         self._step_streams.begin(int(self._epoch), self._num_begun)
 
-    def _private_streams(self, *shard: int) -> PrivateStreams:
-        """Return the streams that the dataset draws from, alike on all ranks unless a shard is given."""
-        epoch, worker = int(self._epoch), get_worker_info()
-        if worker is None and not shard:
-            return PrivateStreams(seed_for_epoch(self.seed, epoch))
-        return PrivateStreams(mix_seed(self.seed, epoch, -1 if worker is None else worker.id, *shard))
-
-    def _open(self) -> Iterator[Any]:
-        epoch = int(self._epoch)
-        set_dataset_epoch(self.dataset, epoch)
-        seed = seed_for_epoch(self.seed, epoch)
-        generator = getattr(self.dataset, "generator", None)
-        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
-            generator.manual_seed(seed)
-        if isinstance(self.dataset, IterDataPipe):
-            _prepare_pipe(self.dataset, seed)
-        return iter(self.dataset)
-
-
-class SlicedStream(_EpochStream):
-    """All samples of a dataset, of which this shard keeps its slice of every global batch.
-
-    Args:
-        keeps_state: ask the dataset for its `state_dict()` at every step.
-
-    While the dataset is read, private random streams that begin at seed and epoch take the place of the global ones:
-    another rank, or a later run that reads up to where it goes on, draws the same.
-    """
-
-    def __init__(self, dataset: Any, rule: StreamRule, seed: int, *, keeps_state: bool = False) -> None:
-        super().__init__(dataset, rule, seed)
-        self.keeps_state = keeps_state
-        self._skip = torch.zeros((), dtype=torch.int64)
-        self._origin: tuple[int, Any] = (0, None)
-
-    def share(self) -> None:
-        """Share the epoch and the steps to skip with worker processes."""
-        super().share()
-        self._skip.share_memory_()
-
-    def skip(self, num_steps: int) -> None:
-        """Leave out steps at the beginning of the next pass. The stream is read there, and nothing is collated."""
-        self._skip.fill_(num_steps)
-
-    def begin_at(self, num_samples: int, dataset_state: Any) -> None:
-        """Begin the next pass after some samples: the dataset loads its state, or is read up to there."""
-        self._origin = (num_samples, dataset_state)
-
     def __iter__(self) -> Iterator[Step | list[list[Any]]]:
-        step, unseen, rule, worker = 0, int(self._skip), self.rule, get_worker_info()
-        if worker is not None:
-            # Workers take turns, so the j-th step of any worker is at most the (j * workers + worker)-th step of all.
-            unseen = -(-max(0, unseen - worker.id) // worker.num_workers)
-        is_alone, keeps_state = rule.shards == 1, self.keeps_state
-        shards = range(rule.shards) if rule.shard is None else (rule.shard,)
-        rows = rule.rows(rule.per_round)
-        for chunk, is_last, state in self._chunks():
-            step += 1
-            self._num_begun = step
-            if step <= unseen:
-                yield Step([], None, is_last)
-                continue
-            if is_last:
-                rows = rule.rows(len(chunk))
-            slices = [chunk] if is_alone else [rule.slice_of(chunk, shard, rows) for shard in shards]
-            yield Step(slices, rows, is_last, True, state) if is_last or keeps_state else slices
-        if step == 0:
-            yield Step([], None, ends_reader=True, is_step=False)
+        worker = get_worker_info()
+        share, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        origin = self._origin if self._begins_within else None
+        if origin is None and self.num_lanes == (0 if worker is None else step):
+            return self._read_lane(self.dataset, share, LaneOrigin())
+        if origin is None:
+            origin = Origin([LaneOrigin()] * max(1, self.num_lanes), workers=self.num_lanes)
+        return self._take_turns(range(share, len(origin.lanes), step), origin)
 
-    def _chunks(self) -> Iterator[tuple[list[Any], bool, Any]]:
-        """Yield global batches, whether each is the last, and the dataset's state; reads a sample or a batch ahead."""
-        size, is_alone = self.rule.per_round, self.rule.shards == 1
+    def _take_turns(self, lanes: range, origin: Origin) -> Iterator[Step | list[list[Any]]]:
+        """Yield a step of each lane in turn, or a message where a lane has none, so that lanes of others keep step."""
+        turn = origin.turn
+        readers = {lane: self._reader(lane, origin, len(lanes)) for lane in lanes if origin.lanes[lane] is not None}
+        if not readers:
+            yield Step([], None, ends_reader=True, is_step=False)
+        while readers:
+            for lane in lanes:
+                item: Step | list[list[Any]] = Step([], None, is_step=False)
+                if lane in readers and lane >= turn:
+                    place, reader = readers[lane]
+                    with place:
+                        item = next(reader)
+                if isinstance(item, Step) and item.ends_lane:
+                    del readers[lane]
+                    item.ends_reader = not readers
+                yield item
+                if not readers:
+                    return
+            turn = 0
+
+    def _reader(self, lane: int, origin: Origin, num_read: int) -> tuple[AsWorker, Iterator[Any]]:
+        """Return the place at which a lane is read, among so many that are read here, and its steps."""
+        dataset, begin = self.dataset, origin.lanes[lane]
+        if origin.parts > 1:
+            dataset = dataset.shard(num_shards=origin.parts, index=lane % origin.parts)
+        elif num_read > 1:
+            dataset = copy.deepcopy(dataset)
+        assert begin is not None
+        return AsWorker(lane // origin.parts, origin.workers, dataset), self._read_lane(dataset, lane, begin)
+
+    def _read_lane(self, dataset: Any, lane: int, begin: LaneOrigin) -> Iterator[Step | list[list[Any]]]:
+        """Yield the steps of a lane, of which the last one ends it."""
+        raise NotImplementedError
+
+    def _chunks(
+        self, dataset: Any, lane: int, size: int, begin: LaneOrigin, streams: PrivateStreams, *, is_alone: bool
+    ) -> Iterator[tuple[list[Any], bool, Any]]:
+        """Yield samples `size` at a time, whether they are the last, and the state; reads a sample or a batch ahead."""
         ahead = size if self.rule.drop_last else 1
-        num_samples, loaded = self._origin
-        streams = self._private_streams()
         with streams:
-            if loaded is not None:
-                self.dataset.load_state_dict(loaded)
-                num_samples = 0
-            samples = islice(self._open(), num_samples, None)
+            if begin.state is not None:
+                dataset.load_state_dict(begin.state)
+            samples = islice(self._open(dataset), begin.samples if begin.state is None else 0, None)
             upcoming = list(islice(samples, ahead))
+        for node in _with_wrapped(dataset) if begin.state is not None else ():
+            if hasattr(node, "_starting_state_dict"):
+                node.load_state_dict(None)  # `datasets` would begin each pass of this epoch there
         draws = streams.were_used
         private = streams if draws or not is_alone else nullcontext()  # 23 us a step
         while len(upcoming) == ahead:
             with private:
                 chunk = [*upcoming, *islice(samples, size - ahead)]
                 # A dataset that draws is read again up to there: its own state does not hold the streams.
-                state = self.dataset.state_dict() if self.keeps_state and not draws else None
+                state = dataset.state_dict() if self.keeps_state and not draws else None
                 upcoming = list(islice(samples, ahead))
             yield chunk, len(upcoming) < ahead, state
+
+    def _private_streams(self, lane: int, *shard: int) -> PrivateStreams:
+        """Return the streams that the dataset draws from, alike on all ranks unless a shard is given."""
+        epoch = int(self._epoch)
+        if not self.num_lanes and not shard:
+            return PrivateStreams(seed_for_epoch(self.seed, epoch))
+        return PrivateStreams(mix_seed(self.seed, epoch, lane if self.num_lanes else -1, *shard))
+
+    def _open(self, dataset: Any) -> Iterator[Any]:
+        epoch = int(self._epoch)
+        set_dataset_epoch(dataset, epoch)
+        seed = seed_for_epoch(self.seed, epoch)
+        generator = getattr(dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(dataset, "set_epoch"):
+            generator.manual_seed(seed)
+        if isinstance(dataset, IterDataPipe):
+            _prepare_pipe(dataset, seed)
+        return iter(dataset)
+
+
+class SlicedStream(_EpochStream):
+    """All samples of a dataset, of which this shard keeps its slice of every global batch.
+
+    While the dataset is read, private random streams that begin at seed and epoch take the place of the global ones:
+    another rank, or a later run that reads up to where it goes on, draws the same.
+    """
+
+    def _read_lane(self, dataset: Any, lane: int, begin: LaneOrigin) -> Iterator[Step | list[list[Any]]]:
+        step, rule, keeps_state = begin.steps, self.rule, self.keeps_state
+        # Lanes take turns, so the j-th step of any is at most the (j * lanes + lane)-th step of all.
+        unseen = -(-max(0, int(self._skip) - lane) // max(1, self.num_lanes))
+        is_alone = rule.shards == 1
+        shards = range(rule.shards) if rule.shard is None else (rule.shard,)
+        rows = rule.rows(rule.per_round)
+        streams = self._private_streams(lane)
+        for chunk, is_last, state in self._chunks(dataset, lane, rule.per_round, begin, streams, is_alone=is_alone):
+            step += 1
+            self._num_begun = step
+            is_seen = step > unseen
+            if is_last:
+                rows = rule.rows(len(chunk))
+            slices = [] if not is_seen else [chunk] if is_alone else [rule.slice_of(chunk, s, rows) for s in shards]
+            if is_seen and not is_last and not keeps_state:
+                yield slices
+            else:
+                yield Step(slices, rows if is_seen else None, is_last, True, lane, is_last, step, state)
+        if step == begin.steps:
+            yield Step([], None, ends_reader=True, is_step=False, ends_lane=True)
 
 
 class StepCollate:
@@ -221,23 +302,18 @@ class StepCollate:
 class ShardedStream(_EpochStream):
     """The samples of this rank's own shards, one list for each step."""
 
-    def __iter__(self) -> Iterator[Step]:
-        size = self.rule.per_shard
-        streams = self._private_streams(stream_index(self.rule.shard or 0))
-        with streams:
-            samples = self._open()
-            chunk = list(islice(samples, size))
-        private = streams if streams.were_used else nullcontext()
-        self._num_begun = 0
-        while chunk:
-            if len(chunk) < size and self.rule.drop_last:
-                return
-            self._num_begun += 1
+    def _read_lane(self, dataset: Any, lane: int, begin: LaneOrigin) -> Iterator[Step | list[list[Any]]]:
+        size, step = self.rule.per_shard, begin.steps
+        streams = self._private_streams(lane, stream_index(self.rule.shard or 0))
+        for chunk, is_last, state in self._chunks(dataset, lane, size, begin, streams, is_alone=True):
+            step += 1
+            self._num_begun = step
             count = len(chunk)
             filled = [*chunk, *islice(cycle(chunk), size - count)] if self.rule.even else chunk
-            yield Step([filled], BatchRows((count,), (len(filled),)))
-            with private:
-                chunk = list(islice(samples, size))
+            rows = BatchRows((count,), (len(filled),))
+            yield Step([filled], rows, is_last, True, lane, is_last, step, state)
+        if step == begin.steps:
+            yield Step([], None, ends_reader=True, is_step=False, ends_lane=True)
 
 
 # Steps of `datasets` that sharding changes: they take, skip or interleave other samples then, or all in each shard.
@@ -290,10 +366,27 @@ def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
 
 
 def can_resume_itself(dataset: Any) -> bool:
-    """Return whether a stream goes on exactly at its state: `datasets` loses the samples in shuffle buffers."""
+    """Return whether a stream goes on exactly at its state: shuffle buffers of `datasets` lose their rows."""
     if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
+    if isinstance(dataset, PackedStream):
+        return can_resume_itself(dataset.dataset)
     return not any("Shuffled" in type(node).__name__ for node in _nodes_of(dataset))
+
+
+def made_resumable(dataset: Any) -> Any:
+    """Return a stream with shuffle buffers of `datasets` replaced by some that it can go on in; else as it is."""
+    if isinstance(dataset, PackedStream):
+        inner = made_resumable(dataset.dataset)
+        if inner is not dataset.dataset:
+            dataset = copy.copy(dataset)
+            dataset.dataset = inner
+        return dataset
+    if any(type(node).__name__ == "BufferShuffledExamplesIterable" for node in _nodes_of(dataset)):
+        from accel_trainer.data.shuffle_buffer import with_window_shuffles
+
+        return with_window_shuffles(dataset)
+    return dataset
 
 
 def set_dataset_epoch(dataset: Any, epoch: int) -> None:

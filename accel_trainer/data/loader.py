@@ -273,7 +273,8 @@ class PreparedDataLoader(DataLoader[Any]):
         """Return the position of the pass under way, or of the one left early last; else the next one's beginning.
 
         Passes of loaders that `skip_first_batches` made of this one count, batches that have been read ahead do not.
-        The same on every rank; ranks do not communicate.
+        The same on every rank. Ranks communicate only over a stream with states of its own in shards of theirs, where
+        every rank has to call it.
         """
         return self.noted_state_dict()()
 

@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, count, islice
 from operator import itemgetter
 from typing import Any
 
@@ -60,23 +60,27 @@ def pack_documents(
     if strategy == "wrapped":
         yield from _wrap(documents, max_length)
         return
-    source, splits = iter(documents), strategy == "bfd_split"
-    number = 0
-    while held := list(islice(source, window)):
-        if splits:
-            pieces = [
-                (document, begin, min(begin + max_length, length))
-                for document, length in held
-                for begin in range(0, length, max_length)
-            ]
-            pieces.sort(key=lambda piece: piece[1] - piece[2])
-        else:
-            held.sort(key=itemgetter(1), reverse=True)
-            pieces = [(document, 0, min(length, max_length)) for document, length in held if length]
-        rows = _best_fit(pieces, max_length)
-        random.Random(mix_seed(seed, number)).shuffle(rows)
-        number += 1
-        yield from rows
+    source = iter(documents)
+    for number in count():
+        if not (held := list(islice(source, window))):
+            return
+        yield from _pack_window(held, max_length, strategy, mix_seed(seed, number))
+
+
+def _pack_window(held: list[tuple[Any, int]], max_length: int, strategy: str, seed: int) -> list[list[Piece]]:
+    if strategy == "bfd_split":
+        pieces = [
+            (document, begin, min(begin + max_length, length))
+            for document, length in held
+            for begin in range(0, length, max_length)
+        ]
+        pieces.sort(key=lambda piece: piece[1] - piece[2])
+    else:
+        held.sort(key=itemgetter(1), reverse=True)
+        pieces = [(document, 0, min(length, max_length)) for document, length in held if length]
+    rows = _best_fit(pieces, max_length)
+    random.Random(seed).shuffle(rows)
+    return rows
 
 
 def _best_fit(pieces: list[Piece], max_length: int) -> list[list[Piece]]:
@@ -102,11 +106,11 @@ def _best_fit(pieces: list[Piece], max_length: int) -> list[list[Piece]]:
     return rows
 
 
-def _wrap(documents: Iterable[tuple[Any, int]], max_length: int) -> Iterator[list[Piece]]:
+def _wrap(documents: Iterable[tuple[Any, int]], max_length: int, begin: int = 0) -> Iterator[list[Piece]]:
+    """Yield full rows, and the last one; the first document from its token `begin` on."""
     row: list[Piece] = []
     space = max_length
     for document, length in documents:
-        begin = 0
         while begin < length:
             end = min(length, begin + space)
             row.append((document, begin, end))
@@ -114,6 +118,7 @@ def _wrap(documents: Iterable[tuple[Any, int]], max_length: int) -> Iterator[lis
             if not space:
                 yield row
                 row, space = [], max_length
+        begin = 0
     if row:
         yield row
 
@@ -205,6 +210,8 @@ class PackedDataset(Dataset[Any]):
 class PackedStream(IterableDataset[Any]):
     """Packed rows of a stream, made by `pack_dataset`; each reader packs its own rows.
 
+    Its state is that of a stream with one, at the documents that are packed together, and the rows of them.
+
     Attributes:
         dataset: the documents.
     """
@@ -214,13 +221,52 @@ class PackedStream(IterableDataset[Any]):
         self.max_length = max_length
         self._options = packing_strategy, seed, buffer_size
         self._num_longer = 0
+        self._begin: dict[str, Any] | None = None
+        self._state: dict[str, Any] = {}
+        self._before: Any = None
+        """The state of the data set before the documents of a window, or the last one where rows are filled in turn."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the next row is: plain data if the state of the data set is."""
+        return dict(self._state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Begin the next pass at a state."""
+        self._begin = state_dict
 
     def __iter__(self) -> Iterator[list[Any]]:
-        for row in pack_documents(self._documents(), self.max_length, *self._options):
+        begin, self._begin = self._begin or {"dataset": None, "window": 0, "given": 0}, None
+        self._before = begin["dataset"]
+        if self._before is not None:
+            self.dataset.load_state_dict(self._before)
+        read = self._wrapped if self._options[0] == "wrapped" else self._windows
+        for row in read(begin["window"], begin["given"]):
             yield [_cut(sample, begin, end) for sample, begin, end in row]
 
-    def _documents(self) -> Iterator[tuple[Any, int]]:
-        for sample in self.dataset:
+    def _wrapped(self, _: int, begin: int) -> Iterator[list[Piece]]:
+        for row in _wrap(self._documents(1), self.max_length, begin):
+            self._state = {"dataset": self._before, "window": 0, "given": row[-1][2]}
+            yield row
+
+    def _windows(self, first: int, given: int) -> Iterator[list[Piece]]:
+        strategy, seed, size = self._options
+        documents = self._documents(size)
+        for number in count(first):
+            if not (held := list(islice(documents, size))):
+                return
+            rows, before = _pack_window(held, self.max_length, strategy, mix_seed(seed, number)), self._before
+            for index, row in enumerate(rows[given:], given + 1):
+                self._state = {"dataset": before, "window": number, "given": index}
+                yield row
+            given = 0
+
+    def _documents(self, window: int) -> Iterator[tuple[Any, int]]:
+        samples = iter(self.dataset)
+        for number in count():
+            if number and number % window == 0 and hasattr(self.dataset, "state_dict"):
+                self._before = self.dataset.state_dict()
+            if (sample := next(samples, None)) is None:
+                return
             length = _count_tokens(sample)
             if length > self.max_length and self._options[0] == "bfd" and not self._num_longer:
                 self._num_longer = length

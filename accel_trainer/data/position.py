@@ -85,8 +85,10 @@ class Position:
     readers: int = 1
     """Into how many shards reading cuts a stream whose order depends on it: workers, or ranks with shards of their own;
     1 where the order does not depend on it."""
+    workers: int | None = None
+    """Workers, of each part of a stream, that its order is made for; None where that is not known, or no matter."""
     dataset_state: Any = None
-    """The dataset's own state, for streams that offer one."""
+    """The dataset's own state, for streams that offer one: for several readers, those of each with their turn."""
 
     @classmethod
     def at(cls, reached: Progress | Position | None, epoch: int, **facts: Any) -> Position:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import dataloader
+from torch.utils.data._utils import worker
 
 from accel_trainer import logging
 from accel_trainer.errors import AccelTrainerError
@@ -153,6 +154,9 @@ PRIVATE_NAMES = {
         "overridden in data/loader.py: what workers draw would depend on where a pass begins, as with torch alone"
     ),
     "torch.utils.data.DataLoader._iterator": "persistent workers would be shared by a prepared loader and its copies",
+    "torch.utils.data._utils.worker._worker_info": (
+        f"{_REFUSED}: a stream that workers have read goes on with another number of them"
+    ),
     "torch.utils.data.dataloader._BaseDataLoaderIter": "a loader that keeps an iterator of the dataset is not refused",
 }
 """By the path of a name, the consequence on a release of torch without it."""
@@ -265,6 +269,22 @@ RESET_METHODS = ("reset_parameters", "_reset_parameters")
 
 LOADER_AT_REST: Mapping[str, None] = {"_iterator": None, "_IterableDataset_len_called": None}
 """The attributes that a pass over a `DataLoader` leaves behind, as they are before the first."""
+
+
+class AsWorker:
+    """A context, to be entered again and again, in which `get_worker_info()` answers as in one of several workers."""
+
+    def __init__(self, index: int, num_workers: int, dataset: Any) -> None:
+        """`num_workers` 0: as in a process that is no worker."""
+        _need(worker, "torch.utils.data._utils.worker._worker_info")
+        facts = {"id": index, "num_workers": num_workers, "seed": torch.initial_seed(), "dataset": dataset}
+        self._info = worker.WorkerInfo(**facts) if num_workers else None
+
+    def __enter__(self) -> None:
+        self._before, worker._worker_info = worker._worker_info, self._info
+
+    def __exit__(self, *exception: object) -> None:
+        worker._worker_info = self._before
 
 
 def is_worker_done(frame: FrameType | None) -> bool:

@@ -191,7 +191,7 @@ class Resumption:
             position = Position.read(saved)
         self._compare_lengths(position, loader, is_ignored=args.ignore_data_skip)
         if position.is_complete:
-            position = Position(epoch=position.epoch + 1, seed=position.seed)
+            position = Position(epoch=position.epoch + 1, seed=position.seed, workers=position.workers)
         self.epoch, self.steps_left = position.epoch, steps
         if args.ignore_data_skip:
             return values

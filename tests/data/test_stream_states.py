@@ -1,0 +1,250 @@
+"""Streams that go on at states of their own: the samples of the run that never stopped, and hardly a row read again."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Iterator
+from functools import partial, reduce
+from itertools import chain, islice
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accel_trainer.config.schema import DataConfig
+from accel_trainer.data import PreparedDataLoader, prepare_data_loader
+from accel_trainer.data.packing import STRATEGIES, pack_dataset
+from accel_trainer.data.shuffle_buffer import with_window_shuffles
+from accel_trainer.errors import IncompatibleCheckpointError
+from accel_trainer.runtime.collectives import gather_object
+from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from tests.number_sets import SEED, prepare
+from tests.ranks import run_ranks
+
+SAMPLES, GLOBAL_BATCH, BUFFER = 90, 6, 8
+SHARD_SIZES = (23, 3, 17, 0, 31, 16)
+
+num_read = torch.zeros((), dtype=torch.int64).share_memory_()
+"""Rows that have been read in this process and in its workers."""
+
+
+def read_shards(shards: list[int]) -> Iterator[dict[str, int]]:
+    for shard in shards:
+        begin = sum(SHARD_SIZES[:shard])
+        yield from ({"id": index} for index in range(begin, begin + SHARD_SIZES[shard]))
+
+
+def count_row(row: dict[str, int]) -> dict[str, int]:
+    num_read.add_(1)
+    return row
+
+
+def counted() -> Any:
+    """A stream of six shards of unequal sizes that counts what is read of them, beyond the place to go on at."""
+    shards = {"shards": list(range(len(SHARD_SIZES)))}
+    return datasets.IterableDataset.from_generator(read_shards, gen_kwargs=shards).map(count_row)
+
+
+def table_stream() -> Any:
+    return datasets.Dataset.from_dict({"id": list(range(SAMPLES))}).to_iterable_dataset(num_shards=5)
+
+
+def words(row: dict[str, int]) -> dict[str, Any]:
+    """Tokens that are the number of the row, some of them more than are in a packed row."""
+    return {"input_ids": [row["id"]] * (1 + row["id"] % 19)}
+
+
+def packed(strategy: str) -> Any:
+    return pack_dataset(counted().map(words, remove_columns=["id"]), 16, strategy, buffer_size=BUFFER)
+
+
+KINDS = {
+    "plain": counted,
+    "mapped": lambda: counted().map(lambda row: {"id": row["id"]}).filter(lambda row: row["id"] % 7 != 3),
+    "batched": lambda: counted().map(lambda rows: {"id": rows["id"]}, batched=True, batch_size=4),
+    "shuffled": lambda: counted().shuffle(seed=3, buffer_size=BUFFER),
+    "shuffled by tables": lambda: table_stream().shuffle(seed=3, buffer_size=BUFFER),
+    "shuffled, then mapped": lambda: counted().shuffle(seed=3, buffer_size=BUFFER).map(lambda row: {"id": row["id"]}),
+    **{strategy: partial(packed, strategy) for strategy in STRATEGIES},
+}
+
+
+def collate(samples: list[Any]) -> list[int]:
+    """The numbers of samples; of packed rows, the tokens of each document."""
+    return [
+        tuple(tuple(document["input_ids"]) for document in sample) if isinstance(sample, list) else sample["id"]
+        for sample in samples
+    ]
+
+
+def loaders_of(
+    kind: str, ranks: int, workers: int, *, global_batch: int = GLOBAL_BATCH, **options: Any
+) -> list[PreparedDataLoader]:
+    """The loaders of all ranks, which read the whole stream and do not communicate."""
+    return [
+        prepare(
+            DataLoader(KINDS[kind](), global_batch // ranks, num_workers=workers, collate_fn=collate, **options),
+            rank,
+            ranks,
+            use_stateful_dataloader=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def steps(loaders: list[PreparedDataLoader], until: int = 2) -> Iterator[list[int]]:
+    """Yield the ids of every step until an epoch."""
+    while loaders[0].epoch < until:
+        for batches in zip(*loaders, strict=True):
+            rows = loaders[0].rows.rows
+            yield [index for batch, count in zip(batches, rows, strict=True) for index in batch[:count]]
+
+
+def stop(loaders: list[PreparedDataLoader], after: int) -> tuple[list[list[int]], dict[str, Any]]:
+    """Read some steps; return them and the state, which is plain JSON and the same on every rank."""
+    head = list(islice(steps(loaders), after))
+    states = {json.dumps(loader.state_dict()) for loader in loaders}
+    assert len(states) == 1
+    return head, json.loads(states.pop())
+
+
+def go_on(loaders: list[PreparedDataLoader], state: dict[str, Any], until: int = 2) -> list[list[int]]:
+    for loader in loaders:
+        loader.load_state_dict(state)
+    return list(steps(loaders, until))
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 2), (3, 0), (4, 3), (2, 4), (0, 2), (1, 0)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_goes_on_with_other_workers_and_ranks(kind: str, before: int, after: int) -> None:
+    whole = list(steps(loaders_of(kind, 1, before)))
+    if kind not in STRATEGIES:
+        epoch = sorted(chain.from_iterable(whole[: len(whole) // 2]))
+        assert epoch == [index for index in range(SAMPLES) if kind != "mapped" or index % 7 != 3]
+    for after_steps, ranks in ((1, 2), (7, 3), (len(whole) // 2 - 1, 1), (len(whole) // 2 + 3, 2)):
+        head, state = stop(loaders_of(kind, ranks, before), after_steps)
+        assert [*head, *go_on(loaders_of(kind, 2, after), state)] == whole, after_steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "again"),
+    [("plain", 0), ("shuffled", BUFFER), ("wrapped", 1), ("bfd", BUFFER), ("bfd_split", BUFFER)],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_at_most_a_buffer_is_read_again_in_each_worker(kind: str, again: int, workers: int) -> None:
+    whole = list(steps(loaders_of(kind, 1, workers), 1))
+    for after_steps in range(1, len(whole) - 1):
+        head, state = stop(loaders_of(kind, 1, workers), after_steps)
+        num_read.zero_()
+        assert [*head, *go_on(loaders_of(kind, 1, workers), state, 1)] == whole
+        left = {document[0] if isinstance(document, tuple) else document
+                for step in whole[after_steps:] for row in step
+                for document in (row if isinstance(row, tuple) else (row,))}  # fmt: skip
+        assert len(left) <= int(num_read) <= len(left) + again * max(1, workers)
+
+
+def test_a_pass_over_the_same_epoch_again_begins_at_its_beginning() -> None:
+    whole = list(steps(loaders_of("plain", 1, 0), 1))
+    _, state = stop(loaders_of("plain", 1, 0), 4)
+    loader = loaders_of("plain", 1, 0)[0]
+
+    assert go_on([loader], state, 1) == whole[4:]
+    loader.set_epoch(0)
+    assert list(steps([loader], 1)) == whole
+
+
+def test_a_shuffle_buffer_mixes_each_epoch_anew_and_shows_the_epoch_of_the_users_stream() -> None:
+    loader = prepare(DataLoader(KINDS["shuffled"](), GLOBAL_BATCH, collate_fn=collate))
+    first, second = (list(chain.from_iterable(steps([loader], epoch))) for epoch in (1, 2))
+
+    assert sorted(first) == sorted(second) == list(range(SAMPLES))
+    assert len({tuple(first), tuple(second), tuple(range(SAMPLES))}) == 3
+    assert loader.dataset.epoch == 2
+
+
+@pytest.mark.parametrize("buffer_size", [1, 2, 5, 1000])
+@pytest.mark.parametrize("by_tables", [False, True])
+def test_a_shuffle_buffer_gives_each_row_once_and_none_early(buffer_size: int, by_tables: bool) -> None:
+    stream = (table_stream() if by_tables else counted()).shuffle(seed=1, buffer_size=buffer_size)
+    ids = [row["id"] for row in with_window_shuffles(stream)]
+
+    assert sorted(ids) == list(range(SAMPLES))
+    assert ids == [row["id"] for row in with_window_shuffles(stream)]
+
+
+# --- shards of each rank -------------------------------------------------------------------------------------------
+
+
+def shard_loader(kind: str, process: ProcessContext, workers: int, global_batch: int = 12) -> PreparedDataLoader:
+    batch_size = global_batch // process.world_size
+    loader = DataLoader(KINDS[kind](), batch_size, num_workers=workers, collate_fn=collate)
+    return prepare_data_loader(loader, process=process, config=DataConfig(), seed=SEED)
+
+
+def valid_steps(loader: PreparedDataLoader, process: ProcessContext, until: int) -> Iterator[list[list[int]]]:
+    """Yield the valid ids of every step, by rank."""
+    while loader.epoch < until:
+        for batch in loader:
+            mine = batch[: loader.rows.rows[process.rank]]
+            yield gather_object({"ids": mine}, process)
+
+
+def part_of_a_run(
+    kind: str, workers: int, state: dict[str, Any] | None, num_steps: int | None, until: int = 2
+) -> tuple[list[list[int]], list[dict[str, Any]], int]:
+    """Read some steps on all ranks; return their ids, the state after each, and the rows read on this rank."""
+    process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+    loader = shard_loader(kind, process, workers)
+    if state is not None:
+        loader.load_state_dict(state)
+    num_read.zero_()
+    ids, states = [], []
+    for parts in islice(valid_steps(loader, process, until), num_steps):
+        ids.append([part["ids"] for part in parts])
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    return ids, states, int(num_read)
+
+
+def flat(read: list[list[list[int]]]) -> list[int]:
+    return [index for step in read for ids in step for index in ids]
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("kind", ["plain", "shuffled"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards_of_ranks_go_on_on_as_many_exactly_and_on_others_with_each_sample_once(kind: str, workers: int) -> None:
+    (whole, states, _), other = run_ranks(part_of_a_run, 2, kind, workers, None, None)
+    assert other[1] == states
+    (last,) = (number for number, state in enumerate(states) if state["is_complete"] and not state["epoch"])
+    assert sorted(flat(whole[: last + 1])) == sorted(flat(whole[last + 1 :])) == list(range(SAMPLES))
+    for number in (0, 3, last - 1):
+        head = flat(whole[: number + 1])
+        same = run_ranks(part_of_a_run, 2, kind, workers, states[number], None)
+        assert same[0][0] == whole[number + 1 :]
+        read_again = sum(num_read for *_, num_read in same) - (2 * SAMPLES - len(head))
+        assert 0 <= read_again <= (BUFFER if kind == "shuffled" else 0) * 2 * max(1, workers)
+        for ranks in (1, 3):
+            rest = run_ranks(part_of_a_run, ranks, kind, 3 - workers, states[number], None)[0]
+            cut = next(index for index, state in enumerate(rest[1], 1) if state["is_complete"])
+            assert sorted([*head, *flat(rest[0][:cut])]) == list(range(SAMPLES))
+            assert sorted(flat(rest[0][cut:])) == list(range(SAMPLES))
+
+
+@pytest.mark.multirank
+def test_what_one_process_began_goes_on_on_two_and_back_in_the_same_order() -> None:
+    whole, states, _ = run_ranks(part_of_a_run, 1, "shuffled", 2, None, None, 1)[0]
+    rest, later, _ = run_ranks(part_of_a_run, 2, "shuffled", 2, states[2], 3, 1)[0]
+
+    assert [reduce(operator.iadd, step, []) for step in rest] == [step[0] for step in whole[3:6]]
+    end = run_ranks(part_of_a_run, 1, "shuffled", 0, later[2], None, 1)[0][0]
+    assert end == whole[6:]
+
+
+@pytest.mark.multirank
+def test_a_stream_without_states_in_shards_of_other_ranks_is_refused() -> None:
+    state = {"epoch": 0, "samples": 12, "steps": 1, "seed": SEED, "global_batch": 12, "readers": 2, "workers": 0}
+    with pytest.raises(IncompatibleCheckpointError, match="of a stream read in 2 parts, and this loader reads it in 1"):
+        loaders_of("plain", 1, 0, global_batch=12)[0].load_state_dict(state)
