@@ -101,7 +101,8 @@ def run_blocks(page: str, folder: str) -> tuple[int, str]:
             continue
         script = types.ModuleType("__main__")  # as a script's own: classes in it can be pickled
         sys.modules["__main__"] = script
-        vars(script).update(given_names() | given_to(Path(page).stem, f"{folder}/{os.environ['RANK']}"))
+        if Path(page).parent.name == "docs":
+            vars(script).update(given_names() | given_to(Path(page).stem, f"{folder}/{os.environ['RANK']}"))
         code = "\n" * (block.line - 1) + block.text
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -132,6 +133,11 @@ def test_the_python_of_a_page_runs_on_two_ranks(page: Path, tmp_path: Path):
     if page.stem in NEEDS:
         pytest.importorskip(NEEDS[page.stem])
     check_python(page, tmp_path)
+
+
+@pytest.mark.multirank
+def test_the_python_of_the_readme_takes_nothing_as_given(tmp_path: Path):
+    check_python(ROOT / "README.md", tmp_path)
 
 
 def check_python(page: Path, tmp_path: Path) -> None:
