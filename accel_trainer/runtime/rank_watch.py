@@ -129,6 +129,7 @@ class RankWatch:
 
     Attributes:
         pace: of this rank's loop.
+        world_size: ranks of the job.
         timeout_seconds: of collectives.
         calls: collectives that the ranks compare.
         facts: of the training, that they compare.
@@ -150,7 +151,7 @@ class RankWatch:
         self.is_guarded = False
         self.runs_ahead = False
         self._rank = rank
-        self._world_size = world_size
+        self.world_size = world_size
         self._hosts_store = hosts_store
         self._store = store
         # Weak: a group that is held is not closed when it is left, and others may wait for its connections to end.
@@ -218,24 +219,27 @@ class RankWatch:
             DesyncError: a rank waits for this one in a collective of torch's own.
         """
         self._num_exchanges += 1
-        keys = [self._key("exchange", self._num_exchanges, rank) for rank in range(self._world_size)]
+        keys = [self._key("exchange", self._num_exchanges, rank) for rank in range(self.world_size)]
         # Before this rank is counted: once all are, every text is there to be read.
         self._store.set(keys[self._rank], text)
         self._meet(doing, [keys[self._rank]])
         return [text.decode() for text in self._store.multi_get(keys)]
 
-    def all_equal(self, value: int, doing: str) -> bool:
-        """Whether all ranks give the same value, in a few questions to the store; else as `exchange`."""
+    def all_equal(self, value: int, doing: str, *, are_in_step: bool = False) -> bool:
+        """Whether all ranks give the same value, in a few questions to the store; else as `exchange`.
+
+        `are_in_step`: ranks that come have begun the same collectives; one with more of them is past this place.
+        """
         self._num_exchanges += 1
         # Ranks of one value count themselves under one key: no rank reads what each of the others has written.
         key = self._key("exchange", self._num_exchanges, "of", value)
         self._store.add(key, 1)
-        self._meet(doing, [key])
-        return self._store.add(key, 0) == self._world_size
+        self._meet(doing, [key], begun_collectives() if are_in_step else None)
+        return self._store.add(key, 0) == self.world_size
 
     def tell_soon(self, name: str, value: bool) -> list[bool | None]:
         """Return each rank's value under a name that is used once; None for those that give none within a second."""
-        keys = [self._key(name, rank) for rank in range(self._world_size)]
+        keys = [self._key(name, rank) for rank in range(self.world_size)]
         self._store.set(keys[self._rank], str(int(value)))
         deadline = time.monotonic() + _SOON_SECONDS
         while not self._store.check(keys) and time.monotonic() < deadline:
@@ -243,13 +247,14 @@ class RankWatch:
         return [None if (said := self._read(key)) is None else said == "1" for key in keys]
 
     @waits(COMPARISON)
-    def _meet(self, doing: str, written: list[str]) -> None:
+    def _meet(self, doing: str, written: list[str], begun: dict[str, int] | None = None) -> None:
         """Wait until every rank is in this exchange, and delete the keys that this one wrote for the one before."""
         count = self._key("exchange", self._num_exchanges)
         self._store.add(count, 1)
-        begin, waited, look = time.monotonic(), 0.0, _STUCK_SECONDS
+        begin, waited = time.monotonic(), 0.0
+        look = _STUCK_SECONDS if begun is None else _SOON_SECONDS
         before: list[RankState | None] = []
-        while self._store.add(count, 0) < self._world_size:
+        while self._store.add(count, 0) < self.world_size:
             # Ever longer: ranks that come together go on at once, and a long wait does not load the store.
             time.sleep(min(0.05, waited / 10 + 0.0002))
             waited = time.monotonic() - begin
@@ -259,20 +264,28 @@ class RankWatch:
                 look += _STUCK_SECONDS
                 if (failure := self.find_failure()) is not None:
                     raise self._remote_error(failure, COMPARISON, users_line())
-                before = self._check_not_crossed(doing, before)
+                before = self._check_not_crossed(doing, before, begun)
         for key in self._written:
             self._store.delete_key(key)  # all are here, and have read it
         self._written = [*written, count] if self._rank == 0 else written
 
-    def _check_not_crossed(self, doing: str, before: list[RankState | None]) -> list[RankState | None]:
+    def _check_not_crossed(
+        self, doing: str, before: list[RankState | None], begun: dict[str, int] | None
+    ) -> list[RankState | None]:
         """Raise where a rank that does not come stands in another collective, which waits for this one."""
         states = self._call_roll()
         for rank, state in enumerate(states):
+            if state is None:
+                continue
             # At the same place in two rolls: in one alone it may still be on its way here.
-            if state is not None and state.operation not in ("", COMPARISON) and state in before:
+            is_elsewhere = state.operation not in ("", COMPARISON) and state in before
+            if begun is not None:  # slow ranks, that compile for one, are not: they have begun no more than this one
+                is_elsewhere = any(state.begun.get(group, 0) > number for group, number in begun.items())
+            if is_elsewhere:
+                place = state.operation or state.section or "another call"
                 raise DesyncError(
                     f"rank {self._rank} is about to call {doing}, {users_line()}, and rank {rank} waits for it in "
-                    f"{state.operation}, {state.line} (update {state.updates}). Call the same collectives, in the same "
+                    f"{place}, {state.line} (update {state.updates}). Call the same collectives, in the same "
                     "order, on every rank"
                 )
         return states
@@ -306,10 +319,10 @@ class RankWatch:
         left = _Failure(self._rank, _LEFT, updates=PROGRESS.updates)
         self._write(left if self._own is None else replace(self._own[1], is_final=True), None)
         with suppress(RuntimeError):
-            if self._store.add(self._key("left"), 1) < self._world_size and self._hosts_store:
+            if self._store.add(self._key("left"), 1) < self.world_size and self._hosts_store:
                 # The threads of the others would complain loudly of a store that is gone. They stop asking.
                 self._store.add(self._key("calls"), _NO_MORE_CALLS)
-                self._let_others_ask(lambda: self._store.add(self._key("left"), 0) == self._world_size)
+                self._let_others_ask(lambda: self._store.add(self._key("left"), 0) == self.world_size)
 
     def withdraw(self) -> None:
         """Take this rank's error back: somebody has caught it, and the rank goes on."""
@@ -546,7 +559,7 @@ class RankWatch:
         From any thread.
         """
         number = self._store.add(self._key("calls"), 1)
-        keys = [self._key("answer", number, rank) for rank in range(self._world_size)]
+        keys = [self._key("answer", number, rank) for rank in range(self.world_size)]
         expected = [key for rank, key in enumerate(keys) if rank not in silent]
         begin = time.monotonic()
         while not self._store.check(keys):

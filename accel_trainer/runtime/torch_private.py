@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import dataloader
 from torch.utils.data._utils import worker
 
@@ -60,6 +61,8 @@ _MAX_ALLOCATIONS = 1_000_000  # some hundred bytes each: an update of a 7B has 5
 _AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
 _REFUSED = "AccelTrainerError where it is used"
 _FOREACH = f"{_REFUSED}: gradients are scaled, clamped, copied and added by one kernel for all"
+_UNIT = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
+_NOT_NOTED = "ranks that use unlike parameters under FSDP2 are not told so: gloo ends them, or they hang"
 _PLANS = f"{_REFUSED}: `accel-trainer estimate` plans no layouts"
 _NOT_CLEARED = "not cleared: after find_executable_batch_size() has made a new group, DTensors may refer to the old one"
 _RING_GONE = f"{_REFUSED}: parallel.cp_size"
@@ -107,6 +110,8 @@ PRIVATE_NAMES = {
     "torch.distributed.fsdp._common_utils.collect_grad_tensors": (
         "dataclasses that a model of FSDP2 returns are refused; releases without it do not look into them"
     ),
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": _NOT_NOTED,
+    _UNIT: f"{_NOT_NOTED}; by its methods pre_forward and post_backward",
     "torch.distributed.nn.functional.all_reduce.__defaults__": "nothing to forget: no function holds the group",
     "torch.distributed.tensor.DTensor._spec": "DTensor.from_local() derives the layout again, in ten times the time",
     "torch.distributed.tensor._collective_utils.MeshTopoInfo.build_from_mesh": _NOT_CLEARED,
@@ -446,6 +451,47 @@ def leaves_seen_by_fsdp(output: Any) -> Sequence[Any]:
     """Return what FSDP2 finds in a forward's output; it learns of the backward by these tensors."""
     found: Sequence[Any] = (_collect_grad_tensors or tree_leaves)(output)
     return found
+
+
+def watch_units(
+    model: nn.Module, on_gather: Callable[[str], None], on_reduce: Callable[[str, list[str]], None]
+) -> None:
+    """Have functions called before units of FSDP2 gather for a forward, and before they reduce gradients.
+
+    They get the unit's name; `on_reduce` the names of its trained parameters, too, that have no gradient on this rank.
+    """
+    for name, unit in ((name, each) for name, each in model.named_modules() if isinstance(each, FSDPModule)):
+        read = _find(unit, "torch.distributed.fsdp.FSDPModule._get_fsdp_state")
+        state = None if read is None else read()
+        for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):  # 2.11 has one
+            if group is None:
+                continue
+            if hasattr(group, "pre_forward") and hasattr(group, "post_backward"):
+                _watch_unit(group, name, on_gather, on_reduce)
+            else:
+                _say_missing(_UNIT)
+
+
+def _watch_unit(group: Any, name: str, on_gather: Callable[[str], None], on_reduce: Callable[..., None]) -> None:
+    gather, reduce = group.pre_forward, group.post_backward
+
+    def pre_forward(*args: Any, **kwargs: Any) -> Any:
+        on_gather(name)
+        return gather(*args, **kwargs)
+
+    def post_backward(*args: Any) -> None:
+        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+        missing = [each for each in trained if not _has_gradient(each)]
+        if group.reduce_grads and len(missing) < len(trained):  # else the unit reduces nothing
+            on_reduce(name, [each._param_fqn or each._module_info.param_name for each in missing])
+        reduce(*args)
+
+    group.pre_forward, group.post_backward = pre_forward, post_backward
+
+
+def _has_gradient(shard: Any) -> bool:
+    full = getattr(shard, "_unsharded_param", None)
+    return full is not None and (full.grad is not None or shard.unsharded_accumulated_grad is not None)
 
 
 def has_hooks(tensor: Tensor) -> bool:

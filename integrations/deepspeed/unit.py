@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -24,6 +25,7 @@ from accel_trainer.integrations.deepspeed.runtime import forget_module
 from accel_trainer.runtime.collective_checks import note_call
 from accel_trainer.runtime.model_wrappers import unsharded_shape
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.shared_order import SharedOrder
 from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_, version_of
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO, Layout, StepOutcome, TrainUnit
@@ -107,6 +109,15 @@ def _note_gradients(module: nn.Module, used: set[int]) -> Iterator[RemovableHand
             yield parameter.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))
 
 
+def _is_leaf(parameter: Any) -> bool:
+    """Whether a parameter is in a layer whose parameters ZeRO-3 treats together: those unused get zeros."""
+    return hasattr(parameter, "ds_z3_leaf_module")
+
+
+def _persists(parameter: Any) -> bool:
+    return bool(getattr(parameter, "ds_persist", False))
+
+
 class EvaluationUnit(NativeUnit):
     """A model for evaluation at a stage of ZeRO that does not shard parameters; there is no engine."""
 
@@ -166,9 +177,11 @@ class DeepSpeedUnit(TrainUnit):
         self._compared_over = compared_over
         self._guard = BackwardGuard(self.module, "DeepSpeed")
         self._trained = frozenset(id(p) for p in self.module.parameters() if p.requires_grad)
+        self._arrived: set[int] = set()
+        """Those that have got a gradient since the engine has reduced the last ones."""
         self._used: set[int] = set()
         """Those that took part in a backward since the last update."""
-        self._hooks += _note_gradients(self.module, self._used)
+        self._hooks += _note_gradients(self.module, self._arrived)
         self._frozen = tuple(p for p in self.module.parameters() if not p.requires_grad)
         self._seen = [(name, p, version_of(p)) for name, p in self.module.named_parameters() if p.requires_grad]
         """Parameters that are trained, and how often each had been changed in place when the engine had its values."""
@@ -178,6 +191,8 @@ class DeepSpeedUnit(TrainUnit):
         """The result of `clip_grad_norm` for this update; the step fills it."""
         self._factor: float | Tensor | None = None
         self._is_exchanged = self._holds_gradients = False
+        if self.optimizers and dist.get_world_size() > 1:
+            self._note_order(SharedOrder(type(self.module).__name__))
         engine.set_gradient_accumulation_boundary(True)
         engine.prepared_unit = self  # lives as long as the engine
         _units[self.module] = weakref.ref(self)
@@ -304,7 +319,7 @@ class DeepSpeedUnit(TrainUnit):
             self._engine.step()
         self._clear_buffers()
         self._holds_gradients = False
-        self._used.clear()
+        self._forget_used()
         norm = self._report_norm()
         return StepOutcome(applied=self._engine.was_step_applied(), grad_norm=norm)
 
@@ -312,12 +327,55 @@ class DeepSpeedUnit(TrainUnit):
     def _partitions(self) -> Partitions:
         return Partitions(self._zero)
 
+    def _note_order(self, order: SharedOrder) -> None:
+        """Note what this rank gathers in a forward, under ZeRO-3, and of which parameters it reduces gradients."""
+        self._hooks.append(self.module.register_forward_pre_hook(order.begin, prepend=True))
+        zero, unit = self._zero, weakref.proxy(self)
+        if self._has_shards:
+            coordinator = zero.parameter_offload.get_param_coordinator()
+            # Parameters that are never taken apart are not gathered; experts of one layer are gathered together.
+            names = {id(m): name for name, m in self.module.named_modules() if not all(map(_persists, m.parameters()))}
+            fetch = coordinator.fetch_sub_module
+
+            @torch.compiler.disable
+            def fetch_sub_module(module: nn.Module, forward: bool) -> None:
+                if forward and order.is_on and id(module) in names:
+                    order.note(f"the gather of {names[id(module)]!r}")
+                fetch(module, forward)
+
+            coordinator.fetch_sub_module = fetch_sub_module
+        reduce = getattr(zero, "independent_gradient_partition_epilogue", None)
+        if reduce is None:  # the engine's optimizer for bf16 with fp32 sums reduces all, with zeros
+            return
+
+        def reduce_rest() -> None:
+            unit._note_reduction(order)
+            reduce()
+            order.begin()
+
+        zero.independent_gradient_partition_epilogue = reduce_rest
+
+    def _note_reduction(self, order: SharedOrder) -> None:
+        self._used |= self._arrived
+        # ZeRO-1 reduces once, at the end of a window.
+        has = self._arrived if self._engine.zero_optimization_partition_gradients() else self._used
+        missing = [] if self._trained <= has else [n for n, p, _ in self._seen if id(p) not in has and not _is_leaf(p)]
+        if self._engine.zero_optimization_partition_gradients() or self._engine.is_gradient_accumulation_boundary():
+            left_out = f", with none for {', '.join(map(repr, missing))}" if missing else ""
+            order.note(f"the reduction of gradients{left_out}")
+        self._arrived.clear()
+
     def _keep_unused(self) -> AbstractContextManager[None]:
         """Return the context of a step that leaves parameters as they are which took no part in the update."""
+        self._used |= self._arrived
         if self._trained <= self._used:
             return nullcontext()
         unused = (p for _, p, _ in self._seen if id(p) not in self._used)
         return self._partitions.keeping(unused)
+
+    def _forget_used(self) -> None:
+        self._used.clear()
+        self._arrived.clear()
 
     @property
     def _has_shards(self) -> bool:
@@ -409,7 +467,7 @@ class DeepSpeedUnit(TrainUnit):
         if self._holds_gradients:
             self._drop_gradients()
             self._holds_gradients = False
-            self._used.clear()
+            self._forget_used()
             self._bound, self._factor = None, None
 
     def _drop_gradients(self) -> None:

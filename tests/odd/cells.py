@@ -105,8 +105,10 @@ def _judge(name: str, column: str, expected: Seen, seen: Sequence[Seen]) -> Cell
     if expected.error:
         return Cell("defect", f"the plain loop fails: {expected.error[-600:]}")
     wanted = THINGS[name].refusal(column)
-    # On all ranks: none waits for another in a collective. What is refused says the same on each of them.
-    if all(_is_known(name, column, each) for each in seen) and len({each.refused for each in seen}) == 1:
+    # On all ranks: none waits for another in a collective. What is refused says the same on each of them, or one has
+    # failed and the others say so.
+    is_alike = THINGS[name].ends or len({each.refused for each in seen}) == 1
+    if is_alike and all(_is_known(name, column, each) for each in seen):
         return Cell("refused", seen[0].refused)
     for each in seen:
         if each.error or each.refused:

@@ -5,9 +5,12 @@ An odd thing is a function of a `Loop`. It says the same to both kinds, and note
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import io
 import re
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -297,16 +300,25 @@ def see(name: str, column: str | int) -> Seen:
         loop = Loop(column) if isinstance(column, int) else Ranks(column)
         THINGS[name].run(loop)
         return Seen(loop.noted, loop.weights)
-    except AccelTrainerError as error:
+    except Exception as error:
+        if THINGS[name].ends:
+            return Seen(refused=tell(error))
+        if not isinstance(error, AccelTrainerError):
+            return Seen(error=traceback.format_exc())
         _check_group()
         return Seen(refused=str(error))
-    except Exception:
-        return Seen(error=traceback.format_exc())
     finally:
         if isinstance(loop, Ranks) and not THINGS[name].ends:
             loop.accelerator.free_memory()
         del loop
         gc.collect()
+
+
+def tell(error: Exception) -> str:
+    """Return what is printed of an error that nobody catches: the hook tells other ranks, and has theirs for gloo's."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    return printed.getvalue()
 
 
 def _check_group() -> None:

@@ -102,11 +102,6 @@ MEMORY = "is a view of memory that ... has, too"
 UNUSED = "took no part in this backward, and DDP exchanges no gradients before all have come"
 COMPILED = "was given in a wrapper of torch.compile(module), and ZeRO-3 of DeepSpeed fails in one"
 SPARSE = "cannot shard its sparse gradients"
-UNLIKE = {
-    "fsdp": "ranks reduce gradients of unlike sizes, for which gloo ends them: all have to use the same parameters",
-    "zero3": "ranks gather unlike parameters, and wait for each other up to the limit for hangs",
-    "zero": "ranks reduce gradients of unlike sizes, for which gloo ends them: all have to use the same parameters",
-}
 HOOKS = "has hooks for its gradient"
 
 # --- parameters -------------------------------------------------------------------------------------------------------
@@ -219,7 +214,7 @@ def branch_found(loop: Loop) -> None:
     train(loop, Branching())
 
 
-@odd("a branch that the rows of one rank take", left=UNLIKE)
+@odd("a branch that the rows of one rank take", ends=True, gathers="ranks use unlike parameters")
 def branch_of_rows(loop: Loop) -> None:
     loop.begin(config={"ddp": {"find_unused_parameters": True}})
 

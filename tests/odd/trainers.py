@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from tests.odd.batches import Data, Named, Stream, rows
-from tests.odd.loop import COLUMNS, Loop, odd
+from tests.odd.loop import COLUMNS, Loop, odd, tell
 from tests.odd.models import Net, square
 
 Inputs = Any
@@ -226,11 +223,8 @@ def _fails(loop: Loop, run: Callable[[], None]) -> None:
     try:
         run()
     except Exception as error:
-        # As for a script: the hook tells the other ranks, and prints another rank's error for one of gloo.
-        with contextlib.redirect_stderr(io.StringIO()) as printed:
-            sys.excepthook(type(error), error, error.__traceback__)
-        own = "ValueError: the user's own"
-        loop.noted.append(own if own in printed.getvalue() else printed.getvalue())
+        own, printed = "ValueError: the user's own", tell(error)
+        loop.noted.append(own if own in printed else printed)
 
 
 def fail() -> Any:

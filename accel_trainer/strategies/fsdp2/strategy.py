@@ -29,6 +29,7 @@ from accel_trainer.config import CompileConfig, FSDPConfig, LossImplementation, 
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast, apply_float8, keep_scales
 from accel_trainer.runtime.process import ProcessContext, form_group
+from accel_trainer.runtime.shared_order import SharedOrder
 from accel_trainer.runtime.torch_private import has_hooks, leaves_seen_by_fsdp
 from accel_trainer.runtime.transport import backend_takes_cpu
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
@@ -254,7 +255,7 @@ class FSDP2Strategy(BaseStrategy):
         exchange_full_state(model, process)
         share_buffers_in_evaluation(model, model, process.device)
         refuse_copies(model)
-        return FSDP2Unit(root, originals, job.loss_scale).with_optimizers(job)
+        return FSDP2Unit(root, originals, job.loss_scale, _shared_order(job, process)).with_optimizers(job)
 
     def _shard_layers(self, job: TrainJob, selection: Selection, process: ProcessContext) -> None:
         """Give each rank its part of layers that are never gathered, and of sequences. Collective for a new mesh."""
@@ -306,6 +307,14 @@ class FSDP2Strategy(BaseStrategy):
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
         gather_in_generate(model)
         return root
+
+
+def _shared_order(job: TrainJob, process: ProcessContext) -> SharedOrder | None:
+    """Return the order of a model's units, where all ranks have the same ones."""
+    # A rank's own experts may get no tokens, and no gradients.
+    if not process.is_distributed or job.config.parallel.ep_size > 1:
+        return None
+    return SharedOrder(getattr(job.model, USERS_CLASS).__name__)
 
 
 def _options_of_experts(axes: DeviceMesh, precision: PrecisionPolicy) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from accel_trainer.checkpoint.shards import local_box, local_tensor, wrap_local_
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import convert_to_fp32
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback
+from accel_trainer.runtime.shared_order import SharedOrder
+from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback, watch_units
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients
 from accel_trainer.strategies.gradients import LossScale
@@ -49,14 +50,21 @@ class FSDP2Unit(NativeUnit):
         module: FSDPModule,
         originals: Sequence[tuple[str, weakref.ref[nn.Parameter]]],
         loss_scale: LossScale | None = None,
+        order: SharedOrder | None = None,
     ) -> None:
-        """Take a sharded model, and the parameters that sharding has replaced, as long as somebody holds them."""
+        """Take a sharded model, and the parameters that sharding has replaced, as long as somebody holds them.
+
+        `order`: of its units, where all ranks have the same ones.
+        """
         super().__init__(module, module, loss_scale)  # type: ignore[arg-type]
         self._root = module
         self._guard = BackwardGuard(self.module, "FSDP2")
         self._originals = originals
         self._unsharded = UnshardedGradients([p for p in self.module.parameters() if not isinstance(p, DTensor)])
         self.module.register_forward_pre_hook(self._unsharded.watch)
+        self._order = order
+        if order is not None:
+            _note_units(self.module, order)
 
     @section("backward")
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -67,6 +75,10 @@ class FSDP2Unit(NativeUnit):
         """
         with self._guard:
             super().backward(loss, **kwargs)
+        if self._order is not None:
+            if self._unsharded.sync:
+                self._order.note("the end of a backward")
+            self._order.begin()
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Reduce and scatter gradients in the next backward, or keep them unsharded on this rank."""
@@ -164,6 +176,21 @@ class FSDP2Unit(NativeUnit):
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _note_units(module: nn.Module, order: SharedOrder) -> None:
+    """Note each unit as this rank gathers it for a forward of training, and as it reduces its gradients."""
+
+    def gather(unit: str) -> None:
+        if torch.is_grad_enabled():
+            order.note(f"the gather of {repr(unit) if unit else 'the outermost unit'}")
+
+    def reduce(unit: str, missing: Sequence[str]) -> None:
+        left_out = f", with none for {', '.join(map(repr, missing))}" if missing else ""
+        order.note(f"the reduction of gradients of {repr(unit) if unit else 'the outermost unit'}{left_out}")
+
+    watch_units(module, gather, reduce)
+    module.register_forward_pre_hook(order.begin, prepend=True)
 
 
 _NEEDS_FULL = (

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_trainer.errors import DesyncError
+from accel_trainer.runtime.shared_order import SharedOrder
+from tests.ranks import RankFailure, preload, run_ranks
+
+preload("accel_trainer.accelerator")
+
+
+def start() -> tuple[Any, list[str]]:
+    """Join the job; return the watch, and what it compares from now on."""
+    from accel_trainer import Accelerator
+    from accel_trainer.runtime.rank_watch import current_watch
+
+    Accelerator(cpu=True)
+    watch, compared = current_watch(), []
+    assert watch is not None
+    compare = watch.all_equal
+
+    def all_equal(value: int, doing: str, **options: Any) -> bool:
+        compared.append(doing)
+        return compare(value, doing, **options)
+
+    watch.all_equal = all_equal
+    return watch, compared
+
+
+def walk(order: SharedOrder, parts: str) -> None:
+    order.begin()
+    for part in parts:
+        order.note(part)
+
+
+def alike() -> Any:
+    _, compared = start()
+    order, counts = SharedOrder("Net"), []
+    for parts in ("abc", "abc", "ab", "abxc", "abc", "abxc"):
+        walk(order, parts)
+        counts.append(len(compared))
+    with torch.no_grad():
+        order.begin()
+    return counts, order.is_on
+
+
+def test_only_what_is_new_or_one_of_several_is_compared() -> None:
+    # Of abxc: what follows b, and c at its new place; then what follows b, each time.
+    assert run_ranks(alike, 2) == [([3, 3, 3, 5, 6, 7], False)] * 2
+
+
+def unlike_at_first() -> str:
+    start()
+    order = SharedOrder("Net")
+    with pytest.raises(DesyncError) as caught:
+        walk(order, "ab" if dist.get_rank() else "ac")
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    assert ones == 2
+    return str(caught.value)
+
+
+def test_ranks_that_differ_at_first_all_say_how_and_can_go_on() -> None:
+    first, second = run_ranks(unlike_at_first, 2)
+    assert first == second
+    assert first.startswith("ranks use unlike parameters: rank 0: c (Net); rank 1: b (Net). Nothing was sent. All")
+    assert first.endswith("or use strategy 'ddp' with find_unused_parameters")
+
+
+def unlike_later() -> None:
+    start()
+    order = SharedOrder("Net")
+    for parts in ("ab", "ac" if dist.get_rank() else "ab"):
+        walk(order, parts)
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_differs_later_raises_where_another_has_gone_on() -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 is about to call c \(Net\).*and rank 0 waits for it in all_reduce"):
+        run_ranks(unlike_later, 2)
+
+
+def slow() -> int:
+    import time
+
+    _, compared = start()
+    order = SharedOrder("Net")
+    if dist.get_rank():
+        time.sleep(4)
+    walk(order, "ab")
+    return len(compared)
+
+
+def test_a_rank_that_comes_late_is_waited_for() -> None:
+    assert run_ranks(slow, 2) == [2, 2]
