@@ -191,7 +191,7 @@ format: $(VENV)/.dev ## mend what ruff can mend
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: $(VENV)/.installed .compat/accelerate/.installed ## compare with plain PyTorch and with upstream's Trainer
+bench: $(VENV)/.installed .compat/accelerate/.installed .compat/stores/.installed ## compare with plain PyTorch and with upstream's Trainer
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
 
 .PHONY: gpu

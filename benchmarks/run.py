@@ -33,6 +33,7 @@ from timing import Row, print_rows
 
 HERE = Path(__file__).parent
 PEER = HERE.parent / ".compat" / "accelerate"
+STORES = HERE.parent / ".compat" / "stores"
 
 
 def _rows_of(command: list[str], environ: dict[str, str]) -> list[Row]:
@@ -52,9 +53,18 @@ def _with_peer(script: str, rounds: int) -> list[Row]:
     return _rows_of([sys.executable, str(HERE / script), str(rounds)], environ)
 
 
-def _two_processes(script: str, rounds: int) -> list[Row]:
+def _two_processes(script: str, rounds: int, packages: Path | None = None) -> list[Row]:
     launcher = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", "--num_processes", "2"]
-    return _rows_of([*launcher, str(HERE / script), str(rounds)], dict(os.environ))
+    paths = [str(packages or ""), os.environ.get("PYTHONPATH", "")]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return _rows_of([*launcher, str(HERE / script), str(rounds)], environ)
+
+
+def _with_store(rounds: int) -> list[Row]:
+    if STORES.is_dir():
+        return _two_processes("stores.py", rounds, STORES)
+    print(f"{STORES.relative_to(HERE.parent)} is not there: the rows with an object store are left out")
+    return []
 
 
 BENCHMARKS = {
@@ -76,6 +86,7 @@ BENCHMARKS = {
     "packing": packing.measure,
     "checkpoints": checkpoints.measure,
     "background": lambda rounds: _two_processes("background_saves.py", rounds),
+    "stores": _with_store,
     "loading": lambda rounds: _two_processes("sharded_load.py", rounds),
     "gather": lambda rounds: _two_processes("gathering.py", rounds),
     "offloading": lambda rounds: _with_peer("offloading.py", rounds),

@@ -177,7 +177,12 @@ class Accelerator(
         )
         self._prepared = Prepared()
         self._take_facts()
-        self._checkpointer = Checkpointer(self.process, SAVED_STATES, store=self.config.checkpoint_uri)
+        self._checkpointer = Checkpointer(
+            self.process,
+            SAVED_STATES,
+            store=self.config.checkpoint_uri,
+            upload_mib_per_second=self.config.checkpoint_mib_per_second,
+        )
         saves = self._checkpointer.metrics
         self.meters = (
             StepMeters(self.process, self.config.peak_flops, lambda: saves.stalled_seconds)

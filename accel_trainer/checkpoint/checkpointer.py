@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
@@ -20,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from accel_trainer import logging
+from accel_trainer.checkpoint.boxes import balance_bytes
 from accel_trainer.checkpoint.disk import explain_full_disk
 from accel_trainer.checkpoint.manifest import Manifest
-from accel_trainer.checkpoint.object_store import ObjectStore, Uploads, shown
+from accel_trainer.checkpoint.object_store import ObjectStore, Uploads, blocks_of, shown, stage_copy
 from accel_trainer.checkpoint.publication import Publication, StagedDirectory
 from accel_trainer.checkpoint.reader import (
     CheckpointKind,
@@ -42,6 +44,7 @@ from accel_trainer.checkpoint.store import (
     numbered_checkpoints,
     pass_over,
     recover_target,
+    remove_tree,
     retire,
     sweep,
 )
@@ -321,10 +324,16 @@ class Checkpointer:
         kind: CheckpointKind,
         metrics: CheckpointMetrics | None = None,
         store: str | None = None,
+        upload_mib_per_second: float | None = None,
     ) -> None:
         self.process = process
         self._store = store
         """Address of the object store that gets a copy of each of a run's checkpoints."""
+        self._upload_mib_per_second = upload_mib_per_second
+        self._seen_in_store: Iterator[tuple[str, Manifest]] | None = None
+        """What the store was found to hold, for the next selection; on rank 0."""
+        self._tried_in_store = set[str]()
+        """Names that were fetched: one that turns out to be no good is not fetched again."""
         self._resumes_from_store = False
         # By the process that commits.
         self._uploads: Uploads | None = None
@@ -436,7 +445,8 @@ class Checkpointer:
 
     def _open_store(self, uri: str) -> ObjectStore:
         job = find_attempt(read_environment())[1]
-        return ObjectStore(uri, self.kind.prefix, job, takes_over=self._resumes_from_store)
+        pace = self._upload_mib_per_second
+        return ObjectStore(uri, self.kind.prefix, job, takes_over=self._resumes_from_store, mib_per_second=pace)
 
     def _check_uploads(self, job: SaveJob) -> None:
         """Raise, on all ranks, the error of an upload since the last save, where that was asked for. Collective."""
@@ -454,50 +464,117 @@ class Checkpointer:
     def fetch(self, uri: str, directory: Path) -> Path:
         """Copy a checkpoint of an object store, or the newest of a run there, into a directory. Collective.
 
-        Of the processes of a node one reads; one that is there and complete is taken as it is.
+        Each process reads a part, each byte is read once for a disk; one that is complete there is taken as it is.
 
         Raises:
             CheckpointNotFoundError: there is no complete one.
         """
         place, _, name = uri.rstrip("/").rpartition("/")
         is_one = name.startswith(self.kind.prefix) and name.removeprefix(self.kind.prefix).isdecimal()
+        section, address = f"fetch from {shown(uri)}", place if is_one else uri
 
-        def fetch() -> str:
-            if not self.process.is_local_main:
-                return ""
-            store = self._open_store(place if is_one else uri)
-            found = name if is_one else store.newest()
+        def find() -> tuple[str, Manifest] | None:
+            if not self.process.is_main:
+                return None
+            store = self._open_store(address)
+            found = (name, store.manifest(name)) if is_one else next(store.complete(store.names()), None)
             if found is None:
                 raise CheckpointNotFoundError(f"no complete checkpoint in {store.uri}; give the address of a run's")
-            if not is_complete(directory / found):
-                self._copy_here(store, found, directory)
             return found
 
-        names = gather_calls(self.process, f"fetch from {shown(uri)}", fetch)
+        found = gather_calls(self.process, section, find)[0]
+        assert found is not None
+        path = directory / found[0]
+        if not all(gather_or_raise(self.process, section, None, is_complete(path))):
+            flaw = self._copy_together(address, *found, directory)
+            if flaw is not None:
+                raise CorruptCheckpointError(flaw)
         self._resumes_from_store = self._store is not None and uri.startswith(self._store.rstrip("/"))
-        return directory / names[0]
+        return path
 
-    def _copy_here(self, store: ObjectStore, name: str, directory: Path) -> None:
-        self._lock_directory(directory)
-        begin = time.perf_counter()
-        store.fetch(name, directory)
-        logger.info("fetched %s/%s to %s in %.2f s", store.uri, name, directory, time.perf_counter() - begin)
+    def _fetch_newer(self, directory: Path) -> str | None:
+        """Fetch the newest good checkpoint of the store, where it is newer than all complete ones here. Collective.
 
-    def _fetch_newer(self, directory: Path) -> None:
-        """Fetch the newest checkpoint of the store, where it is newer than all complete ones here. Collective."""
+        Returns its name; None where there is none.
+        """
+        store = self._store
+        if store is None:
+            return None
 
-        def fetch() -> None:
-            if self._store is None or not self.process.is_local_main:
-                return
-            store = self._open_store(self._store)
-            newest = store.newest()
+        def find() -> tuple[str, Manifest] | None:
+            if not self.process.is_main:
+                return None
             own = [number for number, path in numbered_checkpoints(directory, self.kind.prefix) if is_complete(path)]
-            if newest is not None and store.number_of(newest) > max(own, default=-1):
-                self._copy_here(store, newest, directory)
+            opened, newest = self._open_store(store), max(own, default=-1)
+            complete, self._seen_in_store = self._seen_in_store, None
+            if complete is None:
+                complete = opened.complete(name for name in opened.names() if opened.number_of(name) > newest)
+            return next((found for found in complete if found[0] not in self._tried_in_store), None)
 
-        if self._store is not None:
-            gather_calls(self.process, f"fetch from {shown(self._store)}", fetch)
-            self._resumes_from_store = True
+        while (found := gather_calls(self.process, f"fetch from {shown(store)}", find)[0]) is not None:
+            flaw = self._copy_together(store, *found, directory)
+            self._tried_in_store.add(found[0])
+            if flaw is None:
+                break
+            logger.warning("%s/%s is passed over: %s", shown(store), found[0], flaw)
+        self._resumes_from_store = True
+        return None if found is None else found[0]
+
+    def _copy_together(self, uri: str, name: str, manifest: Manifest, directory: Path) -> str | None:
+        """Copy a checkpoint of a store into a directory: each process a part of its bytes, each byte once for a disk.
+
+        Collective. Returns the flaw of one that is not good; then nothing is left of it.
+        """
+        process, section, begin = self.process, f"fetch from {shown(uri)}", time.perf_counter()
+        staged, ranks = self._stage_together(name, manifest, directory, section)
+        store, leads = self._open_store(uri), process.rank == ranks[0]
+
+        def fetch() -> str | None:
+            try:
+                blocks = blocks_of(manifest)
+                # A byte more, so that many small files spread too.
+                takers = balance_bytes([block.num_bytes + 1 for block in blocks], len(ranks))
+                own = [block for block, taker in zip(blocks, takers, strict=True) if ranks[taker] == process.rank]
+                store.fetch_blocks(name, manifest, staged, own, len(ranks))
+            except (CorruptCheckpointError, CheckpointNotFoundError) as found:
+                return str(found)
+            return None
+
+        try:
+            flaw = next(filter(None, gather_calls(process, section, fetch)), None)
+            with raise_together(process, section):
+                if leads and flaw is None:
+                    store.publish_copy(name, manifest, staged)
+        finally:
+            if leads:
+                remove_tree(staged)
+        if flaw is None:
+            seconds = time.perf_counter() - begin
+            logger.info("fetched %s/%s to %s in %.2f s", shown(uri), name, directory, seconds)
+        return flaw
+
+    def _stage_together(
+        self, name: str, manifest: Manifest, directory: Path, section: str
+    ) -> tuple[Path, Sequence[int]]:
+        """Return a directory for a copy of a checkpoint, and the ranks that see it. Collective."""
+        process = self.process
+
+        def stage(makes: bool) -> Path | None:
+            if not makes:
+                return None
+            self._lock_directory(directory)
+            return stage_copy(directory, name, manifest)
+
+        shared = gather_calls(process, section, partial(stage, process.is_main))[0]
+        assert shared is not None
+        # Nodes that do not see rank 0's disk have one each.
+        sees = gather_or_raise(process, section, None, shared.is_dir())
+        first = process.rank - process.local_rank
+        node = range(first, min(first + process.local_world_size, process.world_size))
+        ranks = [rank for rank, same in enumerate(sees) if same] if sees[process.rank] else node
+        makes = not sees[process.rank] and process.rank == first
+        own = gather_calls(process, section, partial(stage, makes))[ranks[0]]
+        return own or shared, ranks
 
     def open_named(self, path: Path, verify: Verify = "full") -> StoredCheckpoint | None:
         """Open a checkpoint that the user has named; None for one of another library. Collective."""
@@ -527,7 +604,13 @@ class Checkpointer:
             prefix = self.kind.prefix
             if bool(numbered_checkpoints(directory, prefix)) or any(directory.glob(f"_bad-{prefix}*")):
                 return True
-            return self._store is not None and self._open_store(self._store).newest() is not None
+            if self._store is None:
+                return False
+            opened = self._open_store(self._store)
+            complete = opened.complete(opened.names())
+            newest = next(complete, None)
+            self._seen_in_store = None if newest is None else chain([newest], complete)
+            return newest is not None
 
         return gather_calls(self.process, f"selection of a checkpoint in {directory}", look)[0]
 
@@ -566,8 +649,6 @@ class Checkpointer:
             IncompatibleCheckpointError: the newest was written by a newer version.
         """
         self.metrics.begin_resume()
-        with self.metrics.resuming("select"):
-            self._fetch_newer(directory)
         section, passed_over = f"selection of a checkpoint in {directory}", list(known_bad)
 
         def choose(bad: list[str]) -> tuple[Path, list[str]]:
@@ -577,6 +658,9 @@ class Checkpointer:
         while True:
             fault_point("load.select")
             with self.metrics.resuming("select"):
+                # Again where one here was not good: the store may have it.
+                fetched = self._fetch_newer(directory)
+                passed_over = [line for line in passed_over if line.partition(":")[0] != fetched]
                 path, passed_over = gather_calls(self.process, section, partial(choose, passed_over))[0]
                 selection = Selection(path, self._open(path, verify), passed_over)
             flaw = self._verify(selection, files)

@@ -1,6 +1,6 @@
 """Checkpoints in an object store, for a machine that loses its disk: any address that fsspec opens.
 
-    URI/_owner.json            the run that saves there, and when it last did
+    URI/_owner.json            the run that saves there, when it last did, and its newest complete checkpoint
     URI/NAME/...               the files of a checkpoint, then manifest.json, and COMMITTED last
 
 One without its marker is never read; what an upload that was killed has left is written over by the next of that name.
@@ -8,6 +8,7 @@ One without its marker is never read; what an upload that was killed has left is
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -17,16 +18,18 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+from xxhash import xxh3_128_hexdigest
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_path
-from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, BlockHasher, HashingFile, Manifest
+from accel_trainer.checkpoint.manifest import BLOCK_BYTES, MANIFEST_NAME, MARKER_NAME, Manifest, num_blocks
 from accel_trainer.checkpoint.store import publish_name, remove_tree
 from accel_trainer.errors import (
     AccelTrainerError,
@@ -46,7 +49,8 @@ OWNER_SECONDS = 600.0
 """A run that has not written to its store for so long is taken for dead by another one."""
 GIVE_UP_SECONDS = 300.0
 """How long a request is tried again, with growing waits: stores ask for less, and networks come back."""
-_CHUNK_BYTES = 16 * 2**20
+_CHUNK_BYTES = 2**20
+_PART_BYTES = 32 * 2**20
 _NUM_THREADS = 4
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that no waiting mends; of the system's others, most come from networks."""
@@ -72,13 +76,16 @@ def _may_pass(error: BaseException) -> bool:
 class ObjectStore:
     """The checkpoints of one run at an address. Every method is called by one process."""
 
-    def __init__(self, uri: str, prefix: str, job: str = "", *, takes_over: bool = False) -> None:
+    def __init__(
+        self, uri: str, prefix: str, job: str = "", *, takes_over: bool = False, mib_per_second: float | None = None
+    ) -> None:
         """Open an address; nothing is asked of the store yet.
 
         Args:
             prefix: of the names of checkpoints, before their numbers.
             job: name of the run, the same after a restart.
             takes_over: whether it has resumed from there.
+            mib_per_second: bound on what uploads take of the network; None sets none.
 
         Raises:
             ConfigError: the address has no scheme that is known.
@@ -88,6 +95,9 @@ class ObjectStore:
         """As it may be shown."""
         self.prefix, self.takes_over = prefix, takes_over
         self._job, self._is_claimed = job or uuid.uuid4().hex, False
+        self._newest = ""
+        """The highest that was sent to its end, by this run or the one before."""
+        self._pace = None if mib_per_second is None else _Pace(mib_per_second * 2**20)
         try:
             from fsspec.core import url_to_fs
 
@@ -136,9 +146,19 @@ class ObjectStore:
             found = self._try(partial(self._files.ls, self._root, detail=False))
         except FileNotFoundError:
             return []
-        names = {str(place).rstrip("/").rpartition("/")[2] for place in found}
-        numbered = [name for name in names if re.fullmatch(re.escape(self.prefix) + "[0-9]{1,18}", name)]
-        return sorted(numbered, key=self.number_of)
+        names = {self._checked(str(place).rstrip("/").rpartition("/")[2]) for place in found} | {self._noted()}
+        return sorted(filter(None, names), key=self.number_of)
+
+    def _noted(self) -> str:
+        """Return the name of the highest that was sent to its end, which a listing may not show yet; or ""."""
+        with suppress(FileNotFoundError, ValueError, AttributeError):
+            return self._checked(json.loads(self._read(OWNER_NAME)).get("newest"))
+        return ""
+
+    def _checked(self, name: Any) -> str:
+        """Return the name of a checkpoint, "" for anything else."""
+        is_one = isinstance(name, str) and re.fullmatch(re.escape(self.prefix) + "[0-9]{1,18}", name)
+        return name if is_one else ""
 
     def number_of(self, name: str) -> int:
         """Return the number in a checkpoint's name."""
@@ -163,16 +183,17 @@ class ObjectStore:
             except AccelTrainerError as error:
                 raise type(error)(str(error).replace(own, f"{self.uri}/{name}")) from None
 
-    def newest(self) -> str | None:
-        """Return the name of the newest complete checkpoint; None without any."""
-        for name in reversed(self.names()):
+    def complete(self, names: Iterable[str]) -> Iterator[tuple[str, Manifest]]:
+        """Yield those of `names` that are complete, the last one first, each with its manifest; warn of others."""
+        for name in reversed([*names]):
             try:
-                self.manifest(name)
+                yield name, self.manifest(name)
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
                 logger.warning("%s/%s is passed over: %s", self.uri, name, error)
-            else:
-                return name
-        return None
+
+    def newest(self) -> str | None:
+        """Return the name of the newest complete checkpoint; None without any."""
+        return next((name for name, _ in self.complete(self.names())), None)
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -185,25 +206,28 @@ class ObjectStore:
         Raises:
             CheckpointLockedError: another run does, or has taken over.
         """
-        place, now = f"{self._root}/{OWNER_NAME}", time.time()
-        mine = {"job": self._job, "host": socket.gethostname(), "pid": os.getpid(), "time": now}
-        text = json.dumps(mine).encode()
         try:
             if not self._is_claimed:
                 self._files.makedirs(self._root, exist_ok=True)
                 # The store decides between two runs that begin at once, where it can.
-                self._try(partial(self._files.pipe_file, place, text, mode="create"))
+                self._sign(mode="create")
             else:
-                self._check_owner(now)
+                self._check_owner(time.time())
         except FileExistsError:
-            self._check_owner(now)
-        self._try(partial(self._files.pipe_file, place, text))
+            self._check_owner(time.time())
+        self._sign()
         self._is_claimed = True
+
+    def _sign(self, **options: str) -> None:
+        mine = {"job": self._job, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        text = json.dumps({**mine, "newest": self._newest}).encode()
+        self._try(partial(self._files.pipe_file, f"{self._root}/{OWNER_NAME}", text, **options))
 
     def _check_owner(self, now: float) -> None:
         try:
             owner = json.loads(self._read(OWNER_NAME))
             job, host, age = owner["job"], owner["host"], now - float(owner["time"])
+            self._newest = self._newest or self._checked(owner.get("newest"))
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return
         if job == self._job or not self._is_claimed and (self.takes_over or age > OWNER_SECONDS):
@@ -232,6 +256,8 @@ class ObjectStore:
         self._in_threads(lambda name: self._put_file(path / name, f"{place}/{name}"), manifest.files)
         for name in (MANIFEST_NAME, MARKER_NAME):
             self._put_file(path / name, f"{place}/{name}")
+        self._newest = max(self._newest or path.name, path.name, key=self.number_of)
+        self._sign()
         return manifest.num_bytes
 
     def _put_file(self, source: Path, place: str) -> None:
@@ -239,7 +265,10 @@ class ObjectStore:
 
         def put() -> None:
             self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
-            self._files.put_file(os.fspath(source), place)
+            if self._pace is None:
+                self._files.put_file(os.fspath(source), place, **self._put_options)
+            else:
+                self._put_slowly(source, place, self._pace)
             self._files.invalidate_cache(place.rpartition("/")[0])
             found = self._files.info(place)["size"]
             if found != num_bytes:
@@ -247,9 +276,23 @@ class ObjectStore:
 
         self._try(put)
 
-    def _in_threads(self, function: Callable[[str], None], names: Collection[str]) -> None:
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="checkpoint-store") as pool:
-            deferred = [pool.submit(function, name) for name in names]
+    def _put_slowly(self, source: Path, place: str, pace: _Pace) -> None:
+        # Where it fails in the middle, a torn file is there, until the next attempt: it has no marker.
+        with open(source, "rb") as own, self._files.open(place, "wb", block_size=_PART_BYTES) as target:
+            while chunk := own.read(_CHUNK_BYTES):
+                pace.wait_for(len(chunk))
+                target.write(chunk)
+
+    @cached_property
+    def _put_options(self) -> dict[str, int]:
+        """Bounds on a file's parts in memory: s3fs holds ten of 50 MiB, of each of four files."""
+        asked = {"chunksize": _PART_BYTES, "max_concurrency": 2}
+        known = inspect.signature(getattr(self._files, "_put_file", self._files.put_file)).parameters
+        return asked if asked.keys() <= known.keys() else {}
+
+    def _in_threads(self, function: Callable[[Any], object], items: Iterable[Any], num: int = _NUM_THREADS) -> None:
+        with ThreadPoolExecutor(num, thread_name_prefix="checkpoint-store") as pool:
+            deferred = [pool.submit(function, item) for item in items]
             try:
                 for each in deferred:
                     each.result()
@@ -281,70 +324,128 @@ class ObjectStore:
             CheckpointNotFoundError, CorruptCheckpointError: it is incomplete, or not as it was saved.
             DiskFullError: there is no room.
         """
-        manifest, target = self.manifest(name), directory / name
-        directory.mkdir(parents=True, exist_ok=True)
-        check_space(directory, manifest.num_bytes)
-        staged = directory / f"_tmp-{name}-{uuid.uuid4().hex[:8]}"
-        staged.mkdir()
+        manifest = self.manifest(name)
+        staged = stage_copy(directory, name, manifest)
         try:
-            self._in_threads(partial(self._fetch_file, manifest, name, staged), manifest.files)
-            for each in (MANIFEST_NAME, MARKER_NAME):
-                (staged / each).write_bytes(self._read(f"{name}/{each}"))
-                fsync_path(staged / each)
-            for folder in {(staged / file).parent for file in manifest.files} | {staged}:
-                fsync_path(folder)
-            leftover = publish_name(staged, target)
-        except BaseException:
+            self.fetch_blocks(name, manifest, staged, blocks_of(manifest))
+            return self.publish_copy(name, manifest, staged)
+        finally:
             shutil.rmtree(staged, ignore_errors=True)
-            raise
+
+    def fetch_blocks(
+        self, name: str, manifest: Manifest, staged: Path, blocks: Iterable[FileBlock], num_processes: int = 1
+    ) -> None:
+        """Copy blocks of a checkpoint's files, each compared with its checksum, and bring them to the disk.
+
+        Args:
+            num_processes: that do so together, each with blocks of its own.
+        """
+
+        def fetch(block: FileBlock) -> None:
+            data, path = self._read_block(name, manifest, block), staged / block.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with explain_full_disk(path, len(data)):
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                try:
+                    while data:
+                        begin = block.number * BLOCK_BYTES + block.num_bytes - len(data)
+                        data = data[os.pwrite(descriptor, data, begin) :]
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+        self._in_threads(fetch, blocks, max(2, _NUM_THREADS // num_processes))
+
+    def publish_copy(self, name: str, manifest: Manifest, staged: Path) -> Path:
+        """Give a copy that has all its files its name, in one step; return its path. One process calls it."""
+        for each in (MANIFEST_NAME, MARKER_NAME):
+            (staged / each).write_bytes(self._read(f"{name}/{each}"))
+            fsync_path(staged / each)
+        for folder in {(staged / file).parent for file in manifest.files} | {staged}:
+            fsync_path(folder)
+        target = staged.with_name(name)
+        leftover = publish_name(staged, target)
         if leftover is not None:
             remove_tree(leftover)
         return target
 
-    def _fetch_file(self, manifest: Manifest, name: str, staged: Path, file: str) -> None:
-        path, expected = staged / file, manifest.files[file]
-
-        def fetch() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            with explain_full_disk(path, expected.num_bytes), HashingFile(path) as sink:
-                for chunk in self._chunks(f"{name}/{file}"):
-                    sink.write(chunk)
-            self._compare(f"{name}/{file}", sink.entry, expected)
-
-        try:
-            self._try(fetch)
-        except CorruptCheckpointError:
-            self._try(fetch)  # it may have been damaged on its way
-
-    def _chunks(self, name: str) -> Iterator[bytes]:
-        self._files.invalidate_cache(f"{self._root}/{name}".rpartition("/")[0])
-        with self._files.open(f"{self._root}/{name}", "rb", block_size=_CHUNK_BYTES, cache_type="none") as source:
-            while chunk := source.read(_CHUNK_BYTES):
-                yield chunk
-
-    def _compare(self, name: str, found: Any, expected: Any) -> None:
-        if found != expected:
-            raise CorruptCheckpointError(
-                f"{self.uri}/{name} is not as it was saved: it has {found.num_bytes} bytes with checksum "
-                f"{found.checksum}, and {expected.num_bytes} with {expected.checksum} were written; load another one"
-            )
+    def _read_block(self, name: str, manifest: Manifest, block: FileBlock) -> memoryview:
+        """Return a block once its bytes have the checksum that they were saved with."""
+        place, entry, begin = f"{name}/{block.file}", manifest.files[block.file], block.number * BLOCK_BYTES
+        expected, end = (entry.blocks or (entry.checksum,))[block.number], begin + block.num_bytes
+        found = b""
+        for _ in range(2):  # it may have been damaged on its way
+            try:
+                if block.num_bytes:  # a store knows no empty range
+                    found = self._try(partial(self._files.cat_file, f"{self._root}/{place}", start=begin, end=end))
+            except FileNotFoundError as error:
+                raise CheckpointNotFoundError(f"{self.uri}/{place} is missing; load another checkpoint") from error
+            if xxh3_128_hexdigest(found) == expected:
+                return memoryview(found)
+        raise CorruptCheckpointError(
+            f"{self.uri}/{place} is not as it was saved: from byte {begin:,} it has {len(found)} with checksum "
+            f"{xxh3_128_hexdigest(found)}, and {block.num_bytes} with {expected} were written; load another one"
+        )
 
     def verify(self, name: str, *, contents: bool = True) -> None:
         """Compare a checkpoint's files with its manifest, their lengths or `contents`; see `fetch` for the errors."""
         manifest = self.manifest(name)
 
         def check(file: str) -> None:
-            expected = manifest.files[file]
-            if contents:
-                hasher = BlockHasher()
-                for chunk in self._chunks(f"{name}/{file}"):
-                    hasher.update(memoryview(chunk))
-                self._compare(f"{name}/{file}", hasher.entry(), expected)
-            elif (size := self._files.info(f"{self._root}/{name}/{file}")["size"]) != expected.num_bytes:
-                raise CorruptCheckpointError(f"{self.uri}/{name}/{file} has {size} bytes of {expected.num_bytes}")
+            expected = manifest.files[file].num_bytes
+            if (size := self._files.info(f"{self._root}/{name}/{file}")["size"]) != expected:
+                raise CorruptCheckpointError(
+                    f"{self.uri}/{name}/{file} is not as it was saved: it has {size} bytes of {expected}; load another"
+                )
 
         self._in_threads(check, manifest.files)
+        if contents:
+            self._in_threads(partial(self._read_block, name, manifest), blocks_of(manifest))
+
+
+class FileBlock(NamedTuple):
+    """A block of a checkpoint's file that has a checksum of its own."""
+
+    file: str
+    number: int
+    num_bytes: int
+
+
+def blocks_of(manifest: Manifest) -> list[FileBlock]:
+    """Return the blocks of all files, the last one of each cut where it ends."""
+    found = []
+    for name, entry in manifest.files.items():
+        count = num_blocks(entry.num_bytes)
+        if len(entry.blocks or (entry.checksum,)) != count:
+            raise CorruptCheckpointError(
+                f"the manifest has {len(entry.blocks)} checksums for the {count} blocks of {name}; load another one"
+            )
+        sizes = [min(BLOCK_BYTES, entry.num_bytes - index * BLOCK_BYTES) for index in range(count)]
+        found += [FileBlock(name, index, size) for index, size in enumerate(sizes)]
+    return found
+
+
+def stage_copy(directory: Path, name: str, manifest: Manifest) -> Path:
+    """Make a directory for a copy of a checkpoint beside its place, where there is room for it; return its path."""
+    directory.mkdir(parents=True, exist_ok=True)
+    check_space(directory, manifest.num_bytes)
+    staged = directory / f"_tmp-{name}-{uuid.uuid4().hex[:8]}"
+    staged.mkdir()
+    return staged
+
+
+class _Pace:
+    """Keeps the threads of an upload together to a number of bytes a second."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._rate, self._free_at, self._lock = bytes_per_second, 0.0, threading.Lock()
+
+    def wait_for(self, num_bytes: int) -> None:
+        """Wait until so many bytes more may go."""
+        with self._lock:
+            begin = max(self._free_at, time.monotonic())
+            self._free_at = begin + num_bytes / self._rate
+        time.sleep(max(0.0, begin - time.monotonic()))
 
 
 class Uploads:

@@ -388,6 +388,8 @@ class RunConfig:
     """Copy what a checkpoint holds to host memory, go on, and write it on a thread: a Trainer's saves, `save_state`."""
     checkpoint_uri: str | None = None
     """Address of an object store, `s3://bucket/run`, to which each committed checkpoint is copied; None for none."""
+    checkpoint_mib_per_second: float | None = None
+    """Most that copies to `checkpoint_uri` take of the network, in MiB a second; None sets no bound."""
     on_nonfinite: NonFiniteAction = NonFiniteAction.RAISE
     """NaN in an update: raise ends the run (code 76), skip_step leaves it out, rollback loads the last save."""
     max_rollbacks: int = 3

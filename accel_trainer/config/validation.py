@@ -88,6 +88,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_rollbacks": _at_least(1),
     "slow_rank_updates": _at_least(0),
     "peak_flops": (lambda rate: rate >= 1e9, "operations a second of one device, 1e9 at least: 989e12 for an H100"),
+    "checkpoint_mib_per_second": (lambda rate: rate > 0, "a positive number of MiB a second"),
     "ema_decay": (lambda decay: 0 < decay < 1, "a number above 0 and below 1, such as 0.999"),
     "loss_chunk_tokens": _at_least(1),
     "data.data_seed": _at_least(0),
@@ -457,6 +458,8 @@ def _unused_options(config: RunConfig) -> dict[str, str]:
     unused = {}
     if config.strategy in UNUSED_UNDER["deepspeed"]:
         unused["deepspeed"] = "strategy"  # as a block, not option by option
+    if config.checkpoint_uri is None and config.checkpoint_mib_per_second is not None:
+        unused["checkpoint_mib_per_second"] = "checkpoint_uri"
     if config.local_steps is None and config.local_steps_after:
         unused["local_steps_after"] = "local_steps"
     if config.local_steps is not None and config.outer_optimizer.lr is None:

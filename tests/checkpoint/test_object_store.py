@@ -30,6 +30,7 @@ from accel_trainer.errors import (
     MissingExtraError,
 )
 from accel_trainer.launch.cli import main
+from tests.publishing import ALONE, flip, publish_directory
 from tests.trainer_jobs import build_trainer, on_ranks, summary
 
 
@@ -198,6 +199,27 @@ def test_credentials_are_not_shown() -> None:
     assert shown("s3://key:secret@host/run and memory://x") == "s3://***@host/run and memory://x"
 
 
+def test_uploads_keep_to_a_bandwidth(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-3"
+    with publish_directory(path, ALONE) as staged:
+        for name in ("a", "b"):
+            staged.write_tensors(f"{name}.safetensors", {"weight": torch.zeros(2**19)})  # 2 MiB each
+    store = store_of(tmp_path / "store", mib_per_second=10.0)
+    begin = time.monotonic()
+    store.put(path)
+    assert time.monotonic() - begin > 0.3  # the first of four chunks goes at once
+    store.verify("checkpoint-3")
+
+
+def test_a_trainer_hands_on_the_bandwidth(tmp_path: Path) -> None:
+    trainer = build_trainer(
+        tmp_path / "run", checkpoint_uri=f"file://{tmp_path}/store", checkpoint_mib_per_second=2**10,
+        save_strategy="steps", save_steps=4,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.run_checkpoints.checkpointer._uploads.store._pace._rate == 2**30
+
+
 def test_a_slow_store_gets_the_newest(tmp_path: Path, checkpoint: Path) -> None:
     began, go_on = threading.Event(), threading.Event()
 
@@ -285,6 +307,33 @@ def test_a_native_loop_goes_on_from_the_store(tmp_path: Path) -> None:
     assert native(tmp_path / "new", uris[0]) == expected
     assert (tmp_path / "new" / "checkpoints" / "checkpoint_5").is_dir()
     assert native(tmp_path / "another", uris[1], f"file://{copy}/checkpoint_2") == expected
+
+
+def damage(checkpoint: Path) -> None:
+    flip(next(checkpoint.glob("*.safetensors")))
+
+
+def test_an_older_one_is_taken_where_the_newest_of_the_store_is_not_good(tmp_path: Path, caplog) -> None:
+    uri = f"file://{tmp_path}/store"
+    native(tmp_path / "lost", uri)  # 1 and 2 are kept
+    older = shutil.copytree(tmp_path / "store", tmp_path / "older")
+    shutil.rmtree(older / "checkpoint_2")
+    (older / OWNER_NAME).unlink()
+    damage(tmp_path / "store" / "checkpoint_2")
+    found = native(tmp_path / "new", uri)
+    assert "checkpoint_2 is passed over: " in caplog.text
+    assert found == native(tmp_path / "other", f"file://{older}")
+    assert (tmp_path / "new" / "checkpoints" / "checkpoint_4").is_dir()  # 1 was loaded, and 2, 3, 4 written
+
+
+def test_a_bad_one_on_the_disk_comes_from_the_store(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/store"
+    native(tmp_path / "run", uri)
+    copy = shutil.copytree(tmp_path, tmp_path / "copy")
+    expected = native(copy / "run", f"file://{copy}/store")
+    damage(tmp_path / "run" / "checkpoints" / "checkpoint_2")
+    assert native(tmp_path / "run", uri) == expected
+    assert list((tmp_path / "run" / "checkpoints").glob("_bad-checkpoint_2-*"))
 
 
 def test_a_failed_upload_is_raised_by_the_next_save(tmp_path: Path, flaky, monkeypatch) -> None:

@@ -48,6 +48,7 @@ logger = logging.get_logger(__name__)
 _OPTIONS = {
     "activation_checkpointing_policy": "activation_checkpointing",
     "activation_offload": "activation_offload",
+    "checkpoint_mib_per_second": "checkpoint_mib_per_second",
     "checkpoint_uri": "checkpoint_uri",
     "data_seed": "data.data_seed",
     "ddp_broadcast_buffers": "ddp.broadcast_buffers",
@@ -169,6 +170,7 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     save_async: bool = _mirrored("save_async")
     checkpoint_uri: str | None = _mirrored("checkpoint_uri")
+    checkpoint_mib_per_second: float | None = _mirrored("checkpoint_mib_per_second")
     max_pause_s: float = _argument(3600.0, "With on_save_error='pause': seconds after which the error is raised.")
     on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = _mirrored("on_nonfinite")
     on_loss_spike: Literal["off", "warn", "skip_batch", "rollback"] = _argument(

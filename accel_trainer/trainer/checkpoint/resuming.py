@@ -84,7 +84,7 @@ class ResumingMethods(SavingMethods):
             saves_within_updates=self.args.enable_jit_checkpoint
             or bool(self._signals_to_note())
             and self.args.gradient_accumulation_steps > 1,
-            store=self.args.resolved.config.checkpoint_uri,
+            config=self.args.resolved.config,
         )
         given = _found(self, given)
         if given is not True and checkpoints.attempt > 0:

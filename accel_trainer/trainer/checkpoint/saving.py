@@ -39,7 +39,7 @@ from accel_trainer.checkpoint.weights.adapters import (
     trained_beside,
 )
 from accel_trainer.checkpoint.weights.into_model import names_by_tensor
-from accel_trainer.config import NonFiniteAction
+from accel_trainer.config import NonFiniteAction, RunConfig
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import AccelTrainerError, ConfigError
 from accel_trainer.runtime.nonfinite import check_weights
@@ -512,10 +512,11 @@ class RunCheckpoints:
     """State of a Trainer's saves and of its resume, from the beginning of one train() to its end."""
 
     def __init__(
-        self, process: ProcessContext, *, saves_within_updates: bool = False, store: str | None = None
+        self, process: ProcessContext, *, saves_within_updates: bool = False, config: RunConfig | None = None
     ) -> None:
         self.metrics = RunMetrics()
-        self.checkpointer = Checkpointer(process, TRAINER_CHECKPOINTS, self.metrics, store)
+        store, pace = (None, None) if config is None else (config.checkpoint_uri, config.checkpoint_mib_per_second)
+        self.checkpointer = Checkpointer(process, TRAINER_CHECKPOINTS, self.metrics, store, pace)
         self.resumption: Resumption | None = None
         """The checkpoint that this train() goes on from."""
         self.in_flight: BackgroundSave | None = None
