@@ -51,6 +51,7 @@ from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.resuming import ResumingMethods, begin_pass, keeping_best, loading_by_override
 from accel_trainer.trainer.checkpoint.saving import RunCheckpoints, SavingMethods
 from accel_trainer.trainer.evaluation import EvaluationPreempted, run_evaluation
+from accel_trainer.trainer.fingerprints import Fingerprints
 from accel_trainer.trainer.loop import EpochRun, WindowReader, take_back
 from accel_trainer.trainer.loss import (
     LossKind,
@@ -190,6 +191,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
             self.add_callback(self.run_report)
             self.update_profile = UpdateProfile(args, self.accelerator.process)
             self.add_callback(self.update_profile)
+            self.fingerprints = Fingerprints(self)
+            self.add_callback(self.fingerprints)
             self._taken_arguments = TakenArguments(self.args)
             if predicts_first_label(self.model):
                 self._loss_shifts_labels = False
@@ -319,6 +322,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
             self.args.auto_find_batch_size = searches
             self.run_report.close()
             self.update_profile.close()
+            self.fingerprints.close()
             self.end_decisions(is_failed=is_failed)
             if is_failed:
                 self.is_in_train = False

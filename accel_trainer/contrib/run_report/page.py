@@ -15,6 +15,7 @@ from typing import Any
 
 from accel_trainer.checkpoint.disk import as_corrupt
 from accel_trainer.contrib.run_report.charts import Chart, Series, draw_chart, draw_legend, draw_shares, format_number
+from accel_trainer.contrib.run_report.difference import describe_difference
 from accel_trainer.contrib.run_report.recorded_run import (
     DATA_ID,
     GRAD_NORM,
@@ -391,6 +392,8 @@ def run_report(words: Sequence[str]) -> int:
     """Run `accel-trainer report` and return its exit code."""
     arguments = report_parser().parse_args(words)
     paths: list[Path] = arguments.runs
+    if arguments.diff:
+        return _print_difference(paths)
     runs = [_read(path) for path in paths]
     counts = Counter(run.name for run in runs)
     for run, path in zip(runs, paths, strict=True):
@@ -407,6 +410,18 @@ def run_report(words: Sequence[str]) -> int:
     return 0
 
 
+def _print_difference(paths: Sequence[Path]) -> int:
+    if len(paths) != 2:
+        raise ConfigError(f"--diff was given {len(paths)} run(s), and compares two: accel-trainer report --diff A B")
+    runs = []
+    for path in paths:
+        with as_corrupt(path):
+            runs.append(read_run(path, list))
+    text, is_parted = describe_difference(runs, paths, _differing_options(runs))
+    print(text)
+    return int(is_parted)
+
+
 def report_parser() -> argparse.ArgumentParser:
     """Return the parser of `accel-trainer report`."""
     parser = command_parser(
@@ -416,6 +431,8 @@ def report_parser() -> argparse.ArgumentParser:
     )
     text = "the output_dir of a run, a checkpoint-N in it, a trainer_state.json, or the page of one run"
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=text)
+    text = "print the first update at which two runs part, and exit with 1 where they do"
+    parser.add_argument("--diff", action="store_true", help=text)
     text = f"the page; default: {PAGE_NAME} in the directory of the run, or here for several"
     parser.add_argument("--output", type=Path, metavar="FILE", help=text)
     return parser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ TRAIN_LOSS, LEARNING_RATE, GRAD_NORM, THROUGHPUT, MEMORY, TOKEN_RATE, MFU = (
     "loss", "learning_rate", "grad_norm", "samples_per_second", "memory_bytes", "perf/tokens_per_second", "perf/mfu",
 )  # fmt: skip
 """Names of curves; those of evaluations begin with `eval_`."""
+Keep = Callable[[Sequence[Point]], list[Point]]
 _NOT_CURVES = ("_runtime", "_per_second", "_model_preparation_time")
 
 
@@ -67,8 +68,11 @@ class RecordedRun:
         return cls(**{**plain, "options": options, "curves": curves, "setup": setup})
 
 
-def build_run(name: str, state: Mapping[str, Any], record: Mapping[str, Any]) -> RecordedRun:
-    """Return the run of a TrainerState, and of the record of `RunReport.to_plain`, which may be empty."""
+def build_run(name: str, state: Mapping[str, Any], record: Mapping[str, Any], keep: Keep = thin_out) -> RecordedRun:
+    """Return the run of a TrainerState, and of the record of `RunReport.to_plain`, which may be empty.
+
+    `keep` takes the points of a curve, and returns those to keep: of `thin_out`, as many as a page can show.
+    """
     history = state["log_history"]
     run = RecordedRun(
         name=record.get("name") or name,
@@ -85,7 +89,7 @@ def build_run(name: str, state: Mapping[str, Any], record: Mapping[str, Any]) ->
         if step <= run.update:
             _add(run, THROUGHPUT, step, throughput)
             _add(run, MEMORY, step, memory)
-    run.curves = {name: thin_out(sorted(points)) for name, points in run.curves.items()}
+    run.curves = {name: keep(sorted(points)) for name, points in run.curves.items()}
     run.figures = _figures(state, history, record.get("figures", {}))
     return run
 
@@ -119,7 +123,7 @@ def _figures(
     return figures | dict(recorded)
 
 
-def read_run(path: Path) -> RecordedRun:
+def read_run(path: Path, keep: Keep = thin_out) -> RecordedRun:
     """Return the run of an output directory, of a checkpoint, of a `trainer_state.json`, or of a page of one run.
 
     Of a directory, the state with the highest update counts: its own, that of its newest checkpoint, or its page.
@@ -129,14 +133,14 @@ def read_run(path: Path) -> RecordedRun:
         CorruptCheckpointError: a state or a page is not what its name says.
     """
     if path.is_file():
-        return _read_page(path) if path.suffix in (".html", ".htm") else _read_state(path)
+        return _read_page(path) if path.suffix in (".html", ".htm") else _read_state(path, keep)
     if not path.is_dir():
         raise CheckpointNotFoundError(
             f"{path} does not exist; name the output_dir of a run, a checkpoint in it, or a page"
         )
-    runs = [_read_state(state) for state in _states_in(path)]
+    runs = [_read_state(state, keep) for state in _states_in(path)]
     page = path / PAGE_NAME
-    if page.is_file():
+    if page.is_file() and (keep is thin_out or not runs):
         try:
             runs.insert(0, _read_page(page))
         except AccelTrainerError:
@@ -159,7 +163,7 @@ def _states_in(path: Path) -> list[Path]:
     return [own, *saved[-1:]] if own.is_file() else saved[-1:]
 
 
-def _read_state(path: Path) -> RecordedRun:
+def _read_state(path: Path, keep: Keep) -> RecordedRun:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -172,7 +176,7 @@ def _read_state(path: Path) -> RecordedRun:
     if not record and not is_checkpoint:
         newest = numbered_checkpoints(folder, "checkpoint-")
         record = _read_record(newest[-1][1]) if newest else {}
-    return build_run(folder.parent.name if is_checkpoint else folder.name, state, record)
+    return build_run(folder.parent.name if is_checkpoint else folder.name, state, record, keep)
 
 
 def _read_record(checkpoint: Path) -> Mapping[str, Any]:

@@ -237,6 +237,11 @@ class TrainingArguments(transformers.TrainingArguments):
         "Whether to write report.html into output_dir at the end of training: curves, the time split and the "
         "configuration, in one page.",
     )
+    fingerprint_every: int = _argument(
+        0,
+        "Write sums of the bits of what each module computes, its gradients and its weights to "
+        "output_dir/fingerprints.jsonl, in every so many updates, for `accel-trainer report --diff`; 0 writes none.",
+    )
     profile: str | None = _argument(
         None,
         "START:STOP: updates of which torch's profiler writes a trace to output_dir/profile, from START to the one "
