@@ -120,7 +120,7 @@ test-slow-ranks: $(VENV)/.installed ## a rank that sleeps 200 ms in each phase i
 
 .PHONY: test-accelerate
 test-accelerate: $(VENV)/.installed .compat/accelerate/.installed ## run the tests that meet Hugging Face accelerate where it is present
-	$(call with_path,accelerate) $(PYTEST) $(SHARED) $(or $(TESTS),-m beside_accelerate tests/trainer tests/strategies/fsdp2/test_presharded.py tests/test_imports.py tests/migration/test_accelerate_scripts.py)
+	$(call with_path,accelerate) $(PYTEST) $(SHARED) $(or $(TESTS),-m beside_accelerate tests/trainer tests/strategies/fsdp2/test_presharded.py tests/test_imports.py tests/migration/test_accelerate_scripts.py tests/migration/test_compat.py)
 
 .PHONY: test-ecosystem
 test-ecosystem: $(VENV)/.installed .compat/ecosystem/.installed ## run the tests with libraries around transformers (PEFT, ...)

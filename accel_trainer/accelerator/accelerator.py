@@ -29,7 +29,7 @@ from accel_trainer.accelerator.shared_state import (
 from accel_trainer.accelerator.stepping import AcceleratorStepping
 from accel_trainer.accelerator.trackers import AcceleratorTracking, TrackerChoice, Trackers
 from accel_trainer.checkpoint.checkpointer import Checkpointer
-from accel_trainer.config import MixedPrecision, Resolved, SchedulerSteps
+from accel_trainer.config import MixedPrecision, Resolved, SchedulerSteps, SourceKind
 from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.config.schema import ParallelConfig
 from accel_trainer.errors import ConfigError
@@ -95,6 +95,7 @@ class Accelerator(
         parallelism_config: ParallelismConfig | None = None,
         *,
         strategy: str | None = None,
+        compat: Literal["none", "accelerate"] | None = None,
         config: str | Path | Mapping[str, Any] | Resolved | None = None,
     ) -> None:
         """Resolve the options, join the job, and choose the strategy. Collective.
@@ -112,6 +113,7 @@ class Accelerator(
             log_with: trackers for `init_trackers` to open: names ("tensorboard", "wandb", "mlflow", "trackio"), "all"
                 for those that are installed, or objects of one's own.
             strategy: "auto", "single", "ddp", "fsdp2" or another registered name.
+            compat: "accelerate" restores its behaviour where ours gives other numbers; see docs/migration.md.
             config: a configuration file (YAML or JSON), the name of a packaged one, a dict, or a resolved one.
 
         Raises:
@@ -126,6 +128,7 @@ class Accelerator(
                 "use_cpu": cpu,
                 "compile.backend": dynamo_backend,
                 "strategy": strategy,
+                "compat": compat,
             },
             dataloader_config=dataloader_config,
             fsdp_plugin=fsdp_plugin,
@@ -147,7 +150,9 @@ class Accelerator(
         self._loss_scale = self._build_loss_scale()
         self.device_placement = device_placement
         self.dataloader_config = DataLoaderConfiguration(**dataclasses.asdict(self.config.data))
-        if self.config.scheduler_steps is SchedulerSteps.PER_PROCESS and not step_scheduler_with_optimizer:
+        asks_for_steps = self.resolved.source("scheduler_steps").kind is not SourceKind.COMPAT
+        is_counted = asks_for_steps and self.config.scheduler_steps is SchedulerSteps.PER_PROCESS
+        if is_counted and not step_scheduler_with_optimizer:
             raise ConfigError(
                 f"{self.resolved.describe('scheduler_steps')} lets a schedule step once for each process in an update, "
                 "and step_scheduler_with_optimizer=False whenever the loop steps it; leave one of them out"

@@ -34,6 +34,8 @@ class AccumulationWindow:
     """Whether the last batch of a loader ends the window."""
     sync_each_batch: bool = False
     """Whether gradients are exchanged on every micro-batch: more communication, less memory when sharded."""
+    divides_by_num_steps: bool = False
+    """Whether a window that ends early is divided like a full one, as accelerate does: its gradients are smaller."""
     held: int = 0
     """Micro-batches in the window so far, the current one included."""
     divisor: int = 1
@@ -52,7 +54,7 @@ class AccumulationWindow:
             self.divisor, self.is_last = 1, True
             return
         if self.held == 1:
-            bounded = self.sync_with_dataloader and remaining is not None
+            bounded = self.sync_with_dataloader and remaining is not None and not self.divides_by_num_steps
             self.divisor = min(self.num_steps, remaining) if bounded and remaining else self.num_steps
         self.is_last = self.held >= self.num_steps or (self.sync_with_dataloader and ends_data)
 
@@ -69,7 +71,8 @@ class AccumulationWindow:
     @property
     def correction(self) -> float:
         """Factor that makes the window's gradients the mean over the micro-batches that it held."""
-        return self.divisor / self.held if self.is_last and self.held else 1.0
+        is_short = self.is_last and self.held and not self.divides_by_num_steps
+        return self.divisor / self.held if is_short else 1.0
 
 
 class TokenWindow:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_trainer.config import MixedPrecision, Resolved, RunConfig, Source, field_specs, resolve
+from accel_trainer.config import LossDivision, MixedPrecision, Resolved, RunConfig, Source, field_specs, resolve
 from accel_trainer.config.validation import show_plain
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugin
@@ -188,6 +188,7 @@ def resolve_options(
             )
         return config
     resolved = resolve(explicit=options.explicit, environ=environ, file=config, explicit_objects=options.given_by)
+    check_division(resolved, LossDivision.ACCELERATE, "an Accelerator")
     given = [path for path in options.explicit if path.startswith("compile.") and path != "compile.backend"]
     if options.compile_options:
         given.append("options")
@@ -198,6 +199,17 @@ def resolve_options(
             "take the plugin out"
         )
     return resolved
+
+
+def check_division(resolved: Resolved, own: LossDivision, whose: str) -> None:
+    """Refuse the rules of the other library: `own` are those that the losses of an Accelerator, or a Trainer, know."""
+    other = ({LossDivision.ACCELERATE, LossDivision.TRANSFORMERS} - {own}).pop()
+    for path in ("compat", "accumulation.loss_division"):
+        if str(resolved.value(path)) == other:
+            raise ConfigError(
+                f"{resolved.describe(path)} was given to {whose}, which can take losses as {own} does; give "
+                f"{path.rpartition('.')[2]}={str(own)!r}, or leave it out"
+            )
 
 
 def check_num_processes(resolved: Resolved, world_size: int) -> None:

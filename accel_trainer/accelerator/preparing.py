@@ -23,7 +23,7 @@ from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.accumulation import AccumulationWindow, PreparedUnit
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.big_models.dispatch import is_offloaded
-from accel_trainer.config import SchedulerSteps
+from accel_trainer.config import LossDivision, SchedulerSteps
 from accel_trainer.data.loader import PreparedDataLoader, prepare_data_loader
 from accel_trainer.data.loader import skip_first_batches as skip_loader_batches
 from accel_trainer.data.packing import check_prepared
@@ -169,7 +169,7 @@ class AcceleratorPreparing(AcceleratorSettings):
             scheduler = scheduler.scheduler
         # Of split batches a script sees all there are; accelerate does not count processes then, either.
         is_counted = self.config.scheduler_steps is SchedulerSteps.PER_PROCESS and not self._data_config.split_batches
-        steps = self.process.world_size if is_counted else 1
+        steps = self.process.world_size if is_counted and self.step_scheduler_with_optimizer else 1
         return self._prepared.add_scheduler(
             AcceleratedScheduler(scheduler, (), self.step_scheduler_with_optimizer, steps)
         )
@@ -385,6 +385,7 @@ class AcceleratorPreparing(AcceleratorSettings):
             num_steps=accumulation.num_steps,
             sync_with_dataloader=accumulation.sync_with_dataloader,
             sync_each_batch=accumulation.sync_each_batch,
+            divides_by_num_steps=accumulation.loss_division is LossDivision.ACCELERATE,
         )
         # A sharded unit serves training as well as evaluation; replicas without gradient exchange do not.
         evaluation_only = job.evaluation_only and not self.strategy.capabilities.shards_parameters

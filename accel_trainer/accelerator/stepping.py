@@ -15,6 +15,7 @@ from accel_trainer import logging
 from accel_trainer.accelerator.accelerated_optimizer import describe_models, is_layerwise, updates_in_backward
 from accel_trainer.accelerator.accumulation import PreparedUnit, TokenWindow
 from accel_trainer.accelerator.settings import AcceleratorSettings
+from accel_trainer.config import LossDivision
 from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.kwargs import AutocastKwargs
@@ -250,7 +251,9 @@ class AcceleratorStepping(AcceleratorSettings):
 
     def _weigh(self, loss: Tensor, divisor: int) -> Tensor:
         """Return the loss by the samples that this rank holds of the step, over the micro-batches of a window."""
-        weight = self.gradient_state.loss_weight(self.readers)
+        # accelerate takes the rows that fill up a step for samples, also where a rank has no others.
+        is_filled = self.even_batches and self.config.accumulation.loss_division is LossDivision.ACCELERATE
+        weight = 1.0 if is_filled else self.gradient_state.loss_weight(self.readers)
         loss = loss if weight == 1.0 else loss * weight
         return loss if divisor == 1 else loss / divisor
 

@@ -9,6 +9,7 @@ from accel_trainer.config.layer import Source, SourceKind
 from accel_trainer.config.resolve import Resolved, build_config, flag_name, resolve
 from accel_trainer.config.schema import (
     ChangedRunAction,
+    Compat,
     CompileConfig,
     FieldSpec,
     Fp8Backend,
@@ -16,6 +17,7 @@ from accel_trainer.config.schema import (
     FSDPConfig,
     HangConfig,
     LaunchConfig,
+    LossDivision,
     LossImplementation,
     MixedPrecision,
     NonFiniteAction,
@@ -30,6 +32,7 @@ from accel_trainer.config.schema import (
 
 __all__ = [
     "ChangedRunAction",
+    "Compat",
     "CompileConfig",
     "Dialect",
     "FSDPConfig",
@@ -38,6 +41,7 @@ __all__ = [
     "Fp8Config",
     "HangConfig",
     "LaunchConfig",
+    "LossDivision",
     "LossImplementation",
     "MixedPrecision",
     "NonFiniteAction",

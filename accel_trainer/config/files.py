@@ -16,7 +16,7 @@ from accel_trainer.config.dialects import accelerate, fsdp
 from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer, Setting, SourceKind
 from accel_trainer.config.parallel import NOT_OFFERED
-from accel_trainer.config.schema import RunConfig, field_specs, get_value, section_names, set_key, thaw
+from accel_trainer.config.schema import COMPAT_DEFAULTS, RunConfig, field_specs, get_value, section_names, set_key, thaw
 from accel_trainer.config.validation import BOOLEAN_WORDS, show
 from accel_trainer.errors import did_you_mean
 
@@ -125,8 +125,8 @@ def to_file_dict(config: RunConfig, *, full: bool = False) -> dict[str, Any]:
     """Return the configuration as nested dicts of plain values that `read_file` takes; `full` is with defaults."""
     content: dict[str, Any] = {}
     for path, spec in field_specs().items():
-        value = get_value(config, path)
-        if value is not None and (full or value != spec.default):
+        value, default = get_value(config, path), COMPAT_DEFAULTS[config.compat].get(path, spec.default)
+        if value is not None and (full or value != default):
             set_key(content, path, thaw(value))
     return content
 

@@ -17,6 +17,7 @@ class SourceKind(StrEnum):
     """The levels of precedence, weakest first."""
 
     DEFAULT = "default"
+    COMPAT = "compat"
     FILE = "file"
     ENVIRONMENT = "environment"
     CLI = "cli"
@@ -28,7 +29,8 @@ class Source:
     """Where a value came from.
 
     `where` is the place that a person would look for: `train.yaml:8`, `ACCELERATE_MIXED_PRECISION`,
-    `--mixed_precision`, `Accelerator(mixed_precision=...)`; for a default it is `default`.
+    `--mixed_precision`, `Accelerator(mixed_precision=...)`; for a default it is `default`, or
+    `compat=accelerate`.
     """
 
     kind: SourceKind

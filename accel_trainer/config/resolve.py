@@ -15,7 +15,16 @@ from accel_trainer.config.document import Entry
 from accel_trainer.config.files import FileConfig, read_file
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
 from accel_trainer.config.parallel import SIZE_PATHS, fsdp1_problems, size_for_shards
-from accel_trainer.config.schema import LossImplementation, RunConfig, field_specs, get_value, section_names, set_key
+from accel_trainer.config.schema import (
+    COMPAT_DEFAULTS,
+    Compat,
+    LossImplementation,
+    RunConfig,
+    field_specs,
+    get_value,
+    section_names,
+    set_key,
+)
 from accel_trainer.config.validation import cross_problems, show_plain, unused_notes
 from accel_trainer.errors import ConfigError, did_you_mean
 
@@ -74,7 +83,9 @@ class Resolved:
                 return f"{source.where}={value}"
             case SourceKind.CLI:
                 return f"{source.where} {value}"
-        return (argument if source.kind is SourceKind.DEFAULT else source.where).replace("...", repr(value))
+            case SourceKind.DEFAULT | SourceKind.COMPAT:
+                return argument.replace("...", repr(value))
+        return source.where.replace("...", repr(value))
 
     def block_origins(self) -> dict[str, str]:
         """Return the origin of each key of the DeepSpeed block, for messages."""
@@ -165,6 +176,7 @@ def resolve(
         ),
     ]
     settings = _merge(layers, problems)
+    settings = _compat_settings(settings) | settings
     config = _choose_by_sizes(build_config({path: setting.value for path, setting in settings.items()}), settings)
     config = _choose_loss(config, settings)
     resolved = Resolved(config, _sources_of(settings))
@@ -174,7 +186,24 @@ def resolve(
         raise ConfigError(problem_report(problems, "the configuration"))
     notes = [note for layer in layers for note in layer.notes]
     notes += unused_notes(resolved.config, settings.keys(), resolved.describe)
+    notes += _notes_of_compat(resolved)
     return dataclasses.replace(resolved, notes=tuple(notes))
+
+
+def _compat_settings(settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Return the defaults that `compat` puts in the place of ours, where it is set."""
+    if "compat" not in settings:
+        return {}
+    compat = settings["compat"].value
+    source = Source(SourceKind.COMPAT, f"compat={compat}")
+    return {path: Setting(value, source) for path, value in COMPAT_DEFAULTS[compat].items()}
+
+
+def _notes_of_compat(resolved: Resolved) -> list[str]:
+    if resolved.config.compat is not Compat.ACCELERATE:  # the block of a Trainer's run says what is in force there
+        return []
+    paths = [path for path, source in resolved.sources.items() if source.kind is SourceKind.COMPAT]
+    return [f"{resolved.describe('compat')} sets {', '.join(f'{p}={show_plain(resolved.value(p))}' for p in paths)}"]
 
 
 def _problems_of_fsdp1(layers: Sequence[Layer], resolved: Resolved) -> list[str]:

@@ -87,6 +87,22 @@ class CommStrategy(StrEnum):
     ALLTOALL = "alltoall"
 
 
+class LossDivision(StrEnum):
+    """What the losses of an update are divided by: what it holds, or what another library divides by."""
+
+    EXACT = "exact"
+    ACCELERATE = "accelerate"
+    TRANSFORMERS = "transformers"
+
+
+class Compat(StrEnum):
+    """The library whose behaviour is restored where ours gives other numbers."""
+
+    NONE = "none"
+    ACCELERATE = "accelerate"
+    TRANSFORMERS = "transformers"
+
+
 class SchedulerSteps(StrEnum):
     """How often a prepared schedule steps for each optimizer step: once, or once for each process."""
 
@@ -166,6 +182,8 @@ class AccumulationConfig:
     """Reduce gradients after every micro-batch: more traffic, less memory in sharded strategies."""
     keep_global_batch: bool = False
     """With fewer processes than launch.num_processes: as many samples in an update, of more micro-batches."""
+    loss_division: LossDivision = LossDivision.EXACT
+    """exact: an update's mean; accelerate: each loss by num_steps, also in a short window; transformers: its rules."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,6 +382,8 @@ class LaunchConfig:
 class RunConfig:
     """Everything that can be set about a run."""
 
+    compat: Compat = Compat.NONE
+    """accelerate, for loops, or transformers, for the Trainer: its defaults where they give other numbers."""
     strategy: str = "auto"
     """auto, single, ddp, fsdp2, or any registered name; auto is ddp on several ranks and single on one."""
     mixed_precision: MixedPrecision = MixedPrecision.NO
@@ -471,6 +491,22 @@ def _walk(section: Any, prefix: str) -> Iterator[FieldSpec]:
         else:
             yield FieldSpec(f"{prefix}{item.name}", hints[item.name], default)
 
+
+_AS_BEFORE: Mapping[str, Any] = {
+    "data.even_batches": True,
+    "on_nonfinite": NonFiniteAction.WARN,
+    "on_changed_run": ChangedRunAction.WARN,
+}
+COMPAT_DEFAULTS: Mapping[Compat, Mapping[str, Any]] = {
+    Compat.NONE: {},
+    Compat.ACCELERATE: {
+        "scheduler_steps": SchedulerSteps.PER_PROCESS,
+        "accumulation.loss_division": LossDivision.ACCELERATE,
+        **_AS_BEFORE,
+    },
+    Compat.TRANSFORMERS: {"accumulation.loss_division": LossDivision.TRANSFORMERS, **_AS_BEFORE},
+}
+"""Defaults of options, by dotted path, that `compat` puts in the place of ours."""
 
 LOW_ENDS = {"launch.num_processes": "launch.min_processes"}
 """Options that take MIN:MAX, with those that MIN is for."""

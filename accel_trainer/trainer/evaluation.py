@@ -304,7 +304,7 @@ def _finish(trainer: Trainer, evaluation: _Pass, prefix: str) -> EvalLoopOutput:
         }
         with raise_together(trainer.accelerator.process, "compute_metrics()"):
             metrics = trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels, **extra))
-    loss = evaluation.mean_loss.value(trainer.accelerator, args.logging_nan_inf_filter)
+    loss = evaluation.mean_loss.value(trainer.accelerator, bool(args.logging_nan_inf_filter))
     results = {} if loss is None else {f"{prefix}_loss": loss}
     for key, value in denumpify_detensorize(dict(metrics or {})).items():
         results[key if key.startswith(f"{prefix}_") else f"{prefix}_{key}"] = value

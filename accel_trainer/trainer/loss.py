@@ -19,7 +19,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from accel_trainer import logging
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.rng import KeptStreams
-from accel_trainer.trainer.arguments.training_arguments import TrainingArguments, setting
+from accel_trainer.trainer.arguments.training_arguments import setting
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
@@ -70,9 +70,11 @@ class LossNormalization:
         self.kind, self.is_wanted, self.is_multiplied = None, False, False
         self.has_terms, self._took_items = False, False
 
-    def begin_epoch(self, args: TrainingArguments) -> None:
+    def begin_epoch(self, trainer: Trainer) -> None:
         """Find whether it matters: an update of one micro-batch on one process takes its loss as it is."""
-        self.is_wanted = self.kind is None and (args.world_size > 1 or args.gradient_accumulation_steps > 1)
+        args = trainer.args
+        has_several = args.world_size > 1 or args.gradient_accumulation_steps > 1
+        self.is_wanted = self.kind is None and has_several and not trainer.divides_as_upstream
 
     def compute(self, trainer: Trainer, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         """Return `compute_loss` of a micro-batch. Collective while the kind is wanted."""

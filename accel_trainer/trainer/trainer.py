@@ -36,7 +36,7 @@ from transformers.trainer_utils import (
 )
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
-from accel_trainer.config import LossImplementation
+from accel_trainer.config import LossDivision, LossImplementation
 from accel_trainer.data.loader import PreparedDataLoader, keeping_epoch
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
@@ -194,7 +194,9 @@ class Trainer(ResumingMethods, transformers.Trainer):
             self.fingerprints = Fingerprints(self)
             self.add_callback(self.fingerprints)
             self._taken_arguments = TakenArguments(self.args)
-            if predicts_first_label(self.model):
+            if self.divides_as_upstream:
+                pass
+            elif predicts_first_label(self.model):
                 self._loss_shifts_labels = False
             elif predicts_next_token(self.model):
                 self._loss_shifts_labels = True
@@ -409,7 +411,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         batches, restore_rng_from = begin_pass(self, train_dataloader, trained, checkpoint)
         saves = isinstance(train_dataloader, PreparedDataLoader) and restore_rng_from is None
         self._finish_boundary(model, trial, ignore_keys_for_eval, start_time, saves=saves)
-        self._loss_normalization.begin_epoch(self.args)
+        self._loss_normalization.begin_epoch(self)
         self._reader = reader = WindowReader(batches, self.accelerator.readers, self.run_clock)
         run = EpochRun(
             trainer=self,
@@ -486,6 +488,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
     def _weigh(self, loss: Tensor, has_items: bool) -> Tensor:
         """Return the loss of a micro-batch, as its part of the mean over the update."""
         normalization, over_ranks = self._loss_normalization, self.args.average_tokens_across_devices
+        if self.divides_as_upstream:
+            return self._divide_as_upstream(loss, has_items)
         kind = normalization.kind
         if kind is None:
             return loss  # the update has one micro-batch, on one process
@@ -499,6 +503,22 @@ class Trainer(ResumingMethods, transformers.Trainer):
         return self._reader.weigh(
             loss, kind, has_items=has_items, over_ranks=over_ranks, shifts_labels=self._loss_shifts_labels
         )
+
+    @property
+    def divides_as_upstream(self) -> bool:
+        """Whether losses are divided by transformers' own rules, which trust signatures."""
+        return self.accelerator.config.accumulation.loss_division is LossDivision.TRANSFORMERS
+
+    def _divide_as_upstream(self, loss: Tensor, has_items: bool) -> Tensor:
+        """Return the loss of a micro-batch as transformers 5.23 (trainer.py:2102) divides it."""
+        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if is_scaled is None:
+            is_scaled = self.model_accepts_loss_kwargs and has_items or self.compute_loss_func is not None
+        loss = loss if is_scaled else loss / self.current_gradient_accumulation_steps
+        if self._reader is None:
+            return loss
+        # Only where `even_batches` is off: a rank without samples counts none.
+        return self._reader.weigh(loss, LossKind.BY_ITEMS, has_items=False, over_ranks=False, shifts_labels=False)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | None:
         """Return the divisor of a loss by items: the labels of an update (scalar, int64), of all ranks or of this.

@@ -349,6 +349,8 @@ def describe_options(options: Iterable[SetOption]) -> list[tuple[str, str]]:
                 )
             case SourceKind.ENVIRONMENT:
                 lines.setdefault("Set in the environment", []).append(f"{text} ({where})")
+            case SourceKind.COMPAT:
+                lines.setdefault(f"Set by {where}", []).append(text)
             case SourceKind.CLI:
                 lines.setdefault("Set by flags", []).append(f"{text} ({where})")
             case _:

@@ -21,7 +21,7 @@ from transformers.training_args import ParallelMode
 from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from accel_trainer import logging
-from accel_trainer.accelerator.options import SetOption, check_num_processes, set_options, show_option
+from accel_trainer.accelerator.options import SetOption, check_division, check_num_processes, set_options, show_option
 from accel_trainer.accelerator.shared_state import (
     AcceleratorState,
     PartialState,
@@ -31,7 +31,7 @@ from accel_trainer.accelerator.shared_state import (
 )
 from accel_trainer.checkpoint.checkpointer import SavePolicy
 from accel_trainer.checkpoint.reader import check_verify
-from accel_trainer.config import LossImplementation, Resolved, Source, SourceKind, field_specs
+from accel_trainer.config import Compat, LossDivision, LossImplementation, Resolved, Source, SourceKind, field_specs
 from accel_trainer.config.description import documentation
 from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.config.schema import thaw
@@ -50,6 +50,7 @@ _OPTIONS = {
     "activation_offload": "activation_offload",
     "checkpoint_mib_per_second": "checkpoint_mib_per_second",
     "checkpoint_uri": "checkpoint_uri",
+    "compat": "compat",
     "data_seed": "data.data_seed",
     "ddp_broadcast_buffers": "ddp.broadcast_buffers",
     "ddp_bucket_cap_mb": "ddp.bucket_cap_mb",
@@ -60,6 +61,7 @@ _OPTIONS = {
     "local_steps": "local_steps",
     "local_steps_after": "local_steps_after",
     "loss_chunk_tokens": "loss_chunk_tokens",
+    "loss_division": "accumulation.loss_division",
     "loss_implementation": "loss",
     "max_rollbacks": "max_rollbacks",
     "meters": "meters",
@@ -81,6 +83,10 @@ MIRRORED_FIELDS: frozenset[str] = frozenset(_OPTIONS) | {
     "torch_compile_mode",
 }  # fmt: skip
 """Fields whose values, with their sources, are those of the resolved configuration."""
+_LEFT_OPEN = ("loss_division", "on_changed_run", "on_nonfinite")
+"""Options whose default is that of `compat`: None was not given."""
+_COMPAT_FIELDS = ("eval_loss_weighting", "logging_nan_inf_filter")
+"""Arguments of the Trainer's alone with such a default."""
 _DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 """Of `accelerator_config`."""
 _ARGUMENT_NAMES = {
@@ -116,7 +122,8 @@ def _argument(default: Any, help_text: str) -> Any:
 def _mirrored(name: str) -> Any:
     """Return a field with the default and the help of the option that it sets."""
     option = _OPTIONS[name]
-    return _argument(thaw(field_specs()[option].default), documentation().get(option, ""))
+    default = None if name in _LEFT_OPEN else thaw(field_specs()[option].default)
+    return _argument(default, documentation().get(option, ""))
 
 
 @contextlib.contextmanager
@@ -158,10 +165,12 @@ class TrainingArguments(transformers.TrainingArguments):
         torch_compile_backend: str | None = None
         torch_compile_mode: str | None = None
 
-    eval_loss_weighting: Literal["token", "batch"] = _argument(
-        "token",
+    compat: Literal["none", "transformers"] = _mirrored("compat")
+    eval_loss_weighting: Literal["token", "batch"] | None = _argument(
+        None,
         "How batches are averaged in the evaluation loss: 'token' gives the exact mean over all label tokens, whatever "
-        "the batch size; 'batch' weighs each batch by its rows, as upstream on one process.",
+        "the batch size; 'batch' weighs each batch by its rows, as upstream on one process. None is 'token', and "
+        "'batch' with compat.",
     )
     on_save_error: Literal["raise", "warn", "pause"] = _argument(
         "raise",
@@ -183,6 +192,9 @@ class TrainingArguments(transformers.TrainingArguments):
         6.0, "With on_loss_spike: standard deviations above the median of the last 100 updates."
     )
     on_changed_run: Literal["auto", "refuse", "warn"] = _mirrored("on_changed_run")
+    on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] | None = _mirrored("on_nonfinite")
+    on_changed_run: Literal["auto", "refuse", "warn"] | None = _mirrored("on_changed_run")
+    loss_division: Literal["exact", "transformers"] | None = _mirrored("loss_division")
     loss_implementation: Literal["plain", "chunked", "liger"] = _mirrored("loss_implementation")
     loss_chunk_tokens: int | None = _mirrored("loss_chunk_tokens")
     local_steps: int | None = _mirrored("local_steps")
@@ -229,8 +241,10 @@ class TrainingArguments(transformers.TrainingArguments):
         "Whether to put the documents of a training batch into one row without padding. Flash attention always gets "
         "packed rows this way; other attention computes the square of the row's length.",
     )
-    logging_nan_inf_filter: bool = _argument(
-        False, "Whether to log the mean so far in place of a NaN or infinite loss. Upstream's default hides it."
+    logging_nan_inf_filter: bool | None = _argument(
+        None,
+        "Whether to log the mean so far in place of a NaN or infinite loss, which hides it: upstream's default, and "
+        "that of compat.",
     )
     report_html: bool = _argument(
         False,
@@ -278,7 +292,7 @@ class TrainingArguments(transformers.TrainingArguments):
         untouched = [item.name for item in fields(self) if getattr(self, item.name) == _default(item)]
         self.check_batch_sizes()
         self.accelerator_config, given_options = _read_accelerator_config(self.accelerator_config)
-        if self.eval_loss_weighting not in ("token", "batch"):
+        if self.eval_loss_weighting not in (None, "token", "batch"):
             raise ConfigError(f"eval_loss_weighting={self.eval_loss_weighting!r} is neither 'token' nor 'batch'")
         if getattr(self, "parallelism_config", None) is not None:
             self.parallelism_config = ParallelismConfig.of(self.parallelism_config)
@@ -297,6 +311,7 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.accelerator_config.use_configured_state:
             self.resolved = resolve(options | _options_of_state(self.resolved))
         self._check_liger()
+        self._take_compat()
         self.use_cpu = self.resolved.config.use_cpu
         for name in _DATA_OPTIONS:  # so that arguments made of these, by to_dict() for instance, say the same
             setattr(self.accelerator_config, name, getattr(self.resolved.config.data, name))
@@ -358,6 +373,17 @@ class TrainingArguments(transformers.TrainingArguments):
             self.torch_compile = True
         if self.torch_compile and self.torch_compile_backend is None:
             self.torch_compile_backend = "inductor"
+
+    def _take_compat(self) -> None:
+        """Fill in the arguments whose default is that of `compat`."""
+        check_division(self.resolved, LossDivision.TRANSFORMERS, "a Trainer")
+        for name in _LEFT_OPEN:
+            setattr(self, name, str(self.resolved.value(_OPTIONS[name])))
+        is_as_upstream = self.resolved.config.compat is Compat.TRANSFORMERS
+        if self.eval_loss_weighting is None:
+            self.eval_loss_weighting = "batch" if is_as_upstream else "token"
+        if self.logging_nan_inf_filter is None:
+            self.logging_nan_inf_filter = is_as_upstream
 
     def _take_accumulation(self) -> None:
         """Take gradient accumulation from the file or the environment when the argument was left at 1."""
@@ -511,6 +537,7 @@ def _read_mapping(given: Any) -> Mapping[str, Any]:
 def list_options(args: TrainingArguments) -> list[SetOption]:
     """Return every option of the configuration and every argument; tokens and keys are masked."""
     argument, default = Source(SourceKind.PYTHON, "argument"), Source(SourceKind.DEFAULT, "default")
+    compat_fields = _COMPAT_FIELDS if args.resolved.config.compat is Compat.TRANSFORMERS else ()
     options = [
         option._replace(source=argument) if option.source.kind is SourceKind.PYTHON else option
         for option in set_options(args.resolved)
@@ -521,5 +548,7 @@ def list_options(args: TrainingArguments) -> list[SetOption]:
             continue
         is_set = item.name in given
         source = argument if is_set else default
+        if not is_set and item.name in compat_fields:
+            source, is_set = Source(SourceKind.COMPAT, f"compat={Compat.TRANSFORMERS}"), True
         options.append(SetOption(item.name, show_option(item.name, content[item.name]), source, is_set))
     return options

@@ -38,6 +38,8 @@ SPECIAL = {
     "mixed_precision": "bf16",
     "output_dtype": "kept",
     "scheduler_steps": "per_process",
+    "compat": "accelerate",
+    "accumulation.loss_division": "accelerate",
     "loss": "chunked",
     "on_changed_run": "refuse",
     "on_nonfinite": "warn",
