@@ -10,7 +10,7 @@ import gc
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, reduce
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import dataloader
 from torch.utils.data._utils import worker
 
@@ -454,13 +453,16 @@ def leaves_seen_by_fsdp(output: Any) -> Sequence[Any]:
 
 
 def watch_units(
-    model: nn.Module, on_gather: Callable[[str], None], on_reduce: Callable[[str, list[str]], None]
+    units: Iterable[tuple[str, Any]],
+    on_gather: Callable[[str], None],
+    on_reduce: Callable[[str, list[str]], None],
 ) -> None:
     """Have functions called before units of FSDP2 gather for a forward, and before they reduce gradients.
 
-    They get the unit's name; `on_reduce` the names of its trained parameters, too, that have no gradient on this rank.
+    They get the unit's name, which stands before it in `units`; `on_reduce` the names of its trained parameters, too,
+    that have no gradient on this rank.
     """
-    for name, unit in ((name, each) for name, each in model.named_modules() if isinstance(each, FSDPModule)):
+    for name, unit in units:
         read = _find(unit, "torch.distributed.fsdp.FSDPModule._get_fsdp_state")
         state = None if read is None else read()
         for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):  # 2.11 has one

@@ -189,7 +189,8 @@ def _note_units(module: nn.Module, order: SharedOrder) -> None:
         left_out = f", with none for {', '.join(map(repr, missing))}" if missing else ""
         order.note(f"the reduction of gradients of {repr(unit) if unit else 'the outermost unit'}{left_out}")
 
-    watch_units(module, gather, reduce)
+    units = ((name, each) for name, each in module.named_modules() if isinstance(each, FSDPModule))
+    watch_units(units, gather, reduce)
     module.register_forward_pre_hook(order.begin, prepend=True)
 
 

@@ -181,7 +181,6 @@ class TrainingArguments(transformers.TrainingArguments):
     checkpoint_uri: str | None = _mirrored("checkpoint_uri")
     checkpoint_mib_per_second: float | None = _mirrored("checkpoint_mib_per_second")
     max_pause_s: float = _argument(3600.0, "With on_save_error='pause': seconds after which the error is raised.")
-    on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] = _mirrored("on_nonfinite")
     on_loss_spike: Literal["off", "warn", "skip_batch", "rollback"] = _argument(
         "off",
         "What to do with an update whose loss is loss_spike_threshold deviations above the median of those before it: "
@@ -191,7 +190,6 @@ class TrainingArguments(transformers.TrainingArguments):
     loss_spike_threshold: float = _argument(
         6.0, "With on_loss_spike: standard deviations above the median of the last 100 updates."
     )
-    on_changed_run: Literal["auto", "refuse", "warn"] = _mirrored("on_changed_run")
     on_nonfinite: Literal["raise", "skip_step", "rollback", "warn"] | None = _mirrored("on_nonfinite")
     on_changed_run: Literal["auto", "refuse", "warn"] | None = _mirrored("on_changed_run")
     loss_division: Literal["exact", "transformers"] | None = _mirrored("loss_division")
