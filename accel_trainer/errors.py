@@ -45,6 +45,10 @@ class RemoteRankError(ProcessGroupError):
         self.failure = failure
 
 
+class RankLostError(ProcessGroupError):
+    """A rank was killed, and the others cannot go on without it, though they were to."""
+
+
 class HangError(ProcessGroupError):
     """A rank did not come to a collective within its timeout."""
 

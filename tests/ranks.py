@@ -28,7 +28,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import connection, forkserver
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_trainer.runtime.rank_loss import LossNotice
 
 # Seconds that the other ranks get after one has failed: enough for them to report an error of their own.
 GRACE_SECONDS = 3.0
@@ -94,6 +97,7 @@ def run_ranks(
     env: Environment | Callable[[int], Environment] | None = None,
     timeout: float = 60,
     grace_seconds: float = GRACE_SECONDS,
+    outlives: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on every rank of a job of `world_size` processes and return the results by rank.
@@ -108,6 +112,8 @@ def run_ranks(
             TORCHELASTIC_USE_AGENT_STORE, rank 0 hosts the store, as under a launcher that is not torchrun.
         timeout: seconds until the ranks that still run are killed and reported.
         grace_seconds: the same, after one has failed.
+        outlives: be a launcher with `--on_rank_loss continue`: where the ranks can go on without one that was killed,
+            they do, and its result is None.
 
     Raises:
         RankFailure: names every rank that raised, died or hung.
@@ -118,7 +124,7 @@ def run_ranks(
         )
     context = start_fork_server()
     payload = pickle.dumps((args, kwargs))
-    with _agent_store() as agent_port, tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with _agent_store() as (agent_store, agent_port), tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[_Rank] = []
         fallback_port = free_port()
         try:
@@ -129,7 +135,8 @@ def run_ranks(
                 stack_path = str(Path(folder, f"{index}.txt"))
                 call = _Call(locate(function), payload, environ, os.getcwd(), stack_path, timeout + 30)
                 ranks.append(_start(context, index, call))
-            return _collect(ranks, time.monotonic() + timeout, timeout, grace_seconds)
+            notice = _build_notice(agent_store) if outlives else None
+            return _collect(ranks, time.monotonic() + timeout, timeout, grace_seconds, notice)
         finally:
             for rank in ranks:
                 rank.kill()
@@ -229,16 +236,22 @@ def start_fork_server() -> Any:
     return context
 
 
+def _build_notice(store: Any) -> LossNotice:
+    from accel_trainer.runtime.rank_loss import LossNotice  # which imports torch
+
+    return LossNotice(store)
+
+
 @contextlib.contextmanager
-def _agent_store() -> Iterator[int]:
-    """Host the rendezvous store in this process, on loopback only; yields its port."""
+def _agent_store() -> Iterator[tuple[Any, int]]:
+    """Host the rendezvous store in this process, on loopback only; yields it and its port."""
     import torch.distributed as dist
 
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     try:
-        yield port
+        yield store, port
     finally:
         del store
 
@@ -278,7 +291,9 @@ def _start(context: Any, index: int, call: _Call) -> _Rank:
     return _Rank(index, process, receiver, call.stack_path)
 
 
-def _collect(ranks: list[_Rank], deadline: float, timeout: float, grace_seconds: float) -> list[Any]:
+def _collect(
+    ranks: list[_Rank], deadline: float, timeout: float, grace_seconds: float, notice: LossNotice | None
+) -> list[Any]:
     """Wait for every answer; after the first failure or at the deadline, end what still runs."""
     reason = f"had not finished after {timeout:g} s and was killed; it was here:"
     while running := [rank for rank in ranks if not rank.is_done]:
@@ -289,6 +304,11 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float, grace_seconds:
         for rank in running:
             if rank.pipe in ready:
                 rank.read()
+                if notice is not None and rank.failure and (rank.process.exitcode or 0) < 0:
+                    others = [other.index for other in ranks if not other.is_done]
+                    if others and not notice.why_not(others):
+                        notice.tell(rank.index)
+                        rank.failure = None
         if any(rank.failure for rank in ranks) and time.monotonic() + grace_seconds < deadline:
             deadline = time.monotonic() + grace_seconds
             reason = f"was still running {grace_seconds:g} s after another rank had failed; it was here:"

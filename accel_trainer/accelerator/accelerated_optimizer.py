@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import Capabilities, TrainUnit
 from accel_trainer.strategies.gradients import choose_samples, sample_sum
 from accel_trainer.strategies.optimizers import parameters_of
+
+if TYPE_CHECKING:
+    from accel_trainer.accelerator.lost_ranks import LostRanks
 
 UPDATES_PER_CHECK = 64
 """Updates between two comparisons of the ranks."""
@@ -112,6 +115,7 @@ class AcceleratedOptimizer(Optimizer):
         """Whether the parameters have been updated, and the gradients are gone, when `step` is called."""
         self._guard = guard
         self._replica_check = replica_check
+        self.lost_ranks: LostRanks | None = None
 
     state = _OfWrapped("state")
     param_groups = _OfWrapped("param_groups")
@@ -157,9 +161,8 @@ class AcceleratedOptimizer(Optimizer):
             return None
         if not self.prepared:
             return self.optimizer.step(closure)
-        for prepared in self.prepared:
-            if not prepared.corrected:
-                prepared.finish_window()
+        if not self._finish_windows():
+            return None
         if self._replica_check is not None and PROGRESS.updates % UPDATES_PER_CHECK == 0:
             self._replica_check.note_update(self)
         # One step, whichever of the units it is asked of.
@@ -179,8 +182,25 @@ class AcceleratedOptimizer(Optimizer):
         self._end_update()
         return returned[0] if returned else None
 
+    def _finish_windows(self) -> bool:
+        """Complete the gradients; return False where a rank is lost meanwhile, and the update begins again."""
+        try:
+            for prepared in self.prepared:
+                if not prepared.corrected:
+                    prepared.finish_window()
+        except RuntimeError as error:
+            if self.lost_ranks is None:
+                raise
+            failure = error
+        else:
+            return True
+        self.lost_ranks.go_on(failure)
+        return False
+
     def _end_update(self) -> None:
         """Take the new weights into the averages of the models that this optimizer is the last one of."""
+        if self.lost_ranks is not None:
+            self.lost_ranks.note_update()
         for prepared in self.prepared:
             unit = prepared.unit
             if unit.backward_updates is not None:

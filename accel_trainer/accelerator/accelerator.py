@@ -15,6 +15,7 @@ from accel_trainer import logging
 from accel_trainer.accelerator.accelerated_optimizer import ReplicaCheck
 from accel_trainer.accelerator.checkpointing import SAVED_STATES, AcceleratorCheckpointing, RegisteredState
 from accel_trainer.accelerator.gathering import AcceleratorGathering
+from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.accelerator.options import AcceleratorOptions, build_strategy, keep_global_batch, resolve_options
 from accel_trainer.accelerator.prepared import Prepared, extract_model_from_parallel
 from accel_trainer.accelerator.preparing import AcceleratorPreparing
@@ -200,6 +201,7 @@ class Accelerator(
         self._last_grad_norm = torch.tensor(float("nan"))
         # find_executable_batch_size frees the models of every Accelerator before it tries a smaller batch.
         register_memory_owner(self)
+        self.lost_ranks = self._prepared.lost_ranks = LostRanks.of(self)
         for note in self.resolved.notes:
             logger.info(note)
 

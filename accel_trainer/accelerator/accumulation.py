@@ -227,6 +227,13 @@ class PreparedUnit:
                 self.finish_window()  # the others may still step with theirs
             self.tokens.drop()
 
+    def abandon(self) -> None:
+        """Drop what the window holds, and let the next micro-batch begin another."""
+        self.window.held, self.window.is_last = 0, False
+        self.took_backward, self.corrected = False, True
+        if self.tokens is not None:
+            self.tokens.begin()
+
     def finish_window(self) -> None:
         """Scale the gradients, once, to the mean over the window's micro-batches. Collective if weighed by tokens."""
         if self.tokens is not None and self.tokens.is_open:

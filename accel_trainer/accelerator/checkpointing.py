@@ -309,6 +309,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     def _update_batches(self) -> list[UpdateBatch | None]:
         """Return the samples of an update from each loader; None where batches vary in size."""
         num_readers, num_steps = self.readers.world_size, self.config.accumulation.num_steps
+        if self.lost_ranks is not None and self.lost_ranks.left is not None:  # which leave updates as they were
+            num_readers, num_steps = self.lost_ranks.num_shards, self.lost_ranks.left.rounds_per_update
         sizes = [loader.total_batch_size for loader in self._prepared.dataloaders]
         return [
             None if size is None else UpdateBatch(size * num_steps, num_readers, size // num_readers, num_steps)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel_trainer.accelerator.lost_ranks import repeated_by_those_left
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.accelerator.shared_state import AcceleratorState, PartialState
 from accel_trainer.data.metrics import trim_gathered
@@ -27,6 +28,7 @@ class AcceleratorGathering(AcceleratorSettings):
 
     _is_triggered = False
 
+    @repeated_by_those_left
     def gather(self, tensor: Any, *, pad_index: float | None = None, as_samples: bool = False) -> Any:
         """Concatenate the tensors of all ranks along dim 0, in a structure of the same shape. Collective.
 
@@ -48,10 +50,12 @@ class AcceleratorGathering(AcceleratorSettings):
         debug = self.config.debug
         return collectives.gather(tensor, self.process, debug=debug, pad_index=pad_index, as_samples=as_samples)
 
+    @repeated_by_those_left
     def gather_object(self, item: Any) -> Any:
         """Collect any picklable object from all ranks. Collective."""
         return collectives.gather_object(item, self.process)
 
+    @repeated_by_those_left
     def gather_for_metrics(
         self,
         input_data: Any,
@@ -89,20 +93,24 @@ class AcceleratorGathering(AcceleratorSettings):
             has_items=loader is not None and loader.yields_items,
         )
 
+    @repeated_by_those_left
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad the tensors of all ranks to the largest size along `dim`. Collective."""
         return collectives.pad_across_processes(
             tensor, self.process, dim=dim, pad_index=pad_index, pad_first=pad_first, debug=self.config.debug
         )
 
+    @repeated_by_those_left
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """Return the tensors of one rank on every rank. Collective."""
         return collectives.broadcast(tensor, self.process, from_process, debug=self.config.debug)
 
+    @repeated_by_those_left
     def broadcast_object_list(self, object_list: list[Any], from_process: int = 0) -> list[Any]:
         """Replace the entries of a list by those of one rank, in place, and return the list. Collective."""
         return collectives.broadcast_object_list(object_list, self.process, from_process)
 
+    @repeated_by_those_left
     def reduce(self, tensor: Any, reduction: ReduceOp | str = ReduceOp.SUM, scale: float = 1.0) -> Any:
         """Combine the tensors of all ranks: "sum", "mean", "min", "max", "prod" or "none". Collective."""
         return collectives.reduce(tensor, self.process, reduction=reduction, scale=scale, debug=self.config.debug)
@@ -111,6 +119,7 @@ class AcceleratorGathering(AcceleratorSettings):
         """Raise this rank's flag; every rank learns of it at its next `check_trigger`. Ranks do not communicate."""
         self._is_triggered = True
 
+    @repeated_by_those_left
     def check_trigger(self) -> bool:
         """Return whether any rank has raised its flag since the last check, and lower all flags. Collective."""
         flag = torch.tensor(int(self._is_triggered), dtype=torch.int32, device=self.process.device)

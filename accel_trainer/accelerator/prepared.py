@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer, ReplicaCheck, is_layerwise
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.accelerator.accumulation import PreparedUnit
+from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import remove_autocast
@@ -29,6 +30,7 @@ class Prepared:
         self.guard = guard
         """Of the optimizers' steps."""
         self.replica_check = replica_check
+        self.lost_ranks: LostRanks | None = None
         self.units: list[PreparedUnit] = []
         self.current: list[PreparedUnit] = []
         """Units of the micro-batch whose `accumulate()` is entered; empty outside of one."""
@@ -116,6 +118,8 @@ class Prepared:
         for prepared in self.units:
             if in_backward and prepared.unit.optimizers:
                 prepared.unit.update_in_backward()
+        if self.lost_ranks is not None:
+            self.lost_ranks.take_models()
 
     def drop(self, units: list[PreparedUnit]) -> None:
         """Take out units whose models are to be prepared anew."""
@@ -129,6 +133,7 @@ class Prepared:
             if known.optimizer is optimizer:
                 return known
         wrapped = AcceleratedOptimizer(optimizer, self.units_of(optimizer), self.guard, self.replica_check)
+        wrapped.lost_ranks = self.lost_ranks
         self.optimizers.append(wrapped)
         for scheduler in self.schedulers:
             scheduler.follow(wrapped)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
+from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.accelerator.options import AcceleratorOptions
 from accel_trainer.accelerator.prepared import Prepared
 from accel_trainer.accelerator.shared_state import AcceleratorState, Forwarded, GradientState, ProcessView
@@ -95,6 +96,8 @@ class AcceleratorSettings(ProcessView):
     _axis_sizes: AxisSizes
     nonfinite_guard: NonFiniteGuard | None
     """The look at the gradients of each update; None under fp16, whose loss scale leaves such updates out."""
+    lost_ranks: LostRanks | None = None
+    """The updates of a job that goes on without ranks that it loses; None for another."""
     meters: StepMeters | None
     """Counts of what is trained, which `perf` reads; None unless `meters` is set."""
     slow_ranks: SlowRanks | None

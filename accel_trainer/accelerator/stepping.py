@@ -122,6 +122,8 @@ class AcceleratorStepping(AcceleratorSettings):
             prepared.corrected = prepared.tokens is None and window.held == window.divisor
             if prepared.tokens is not None and window.held == 1:
                 prepared.tokens.begin()
+        if self.lost_ranks is not None:
+            self.lost_ranks.begin_micro_batch(units)
         outer, self._prepared.current = self._prepared.current, units
         self.gradient_state.sync_gradients = units[0].window.is_last
         try:
@@ -217,13 +219,25 @@ class AcceleratorStepping(AcceleratorSettings):
             loss = self._weigh(loss, leading.window.divisor if in_window else leading.window.num_steps)
         if self.nonfinite_guard is not None:
             self.nonfinite_guard.add_loss(loss, kwargs)
+        if self._exchange(leading, loss, in_window, kwargs):
+            for prepared in units:
+                prepared.take_backward(in_window)
+
+    def _exchange(self, leading: PreparedUnit, loss: Tensor, in_window: bool, kwargs: dict[str, Any]) -> bool:
+        """Run the backward; return False where a rank is lost in it, and the update begins again."""
+        if self.lost_ranks is not None and not in_window:
+            self.lost_ranks.note_window_by_hand()
         try:
             leading.unit.backward(loss, **kwargs)
         except RuntimeError as error:
-            raise_if_theirs(error)
-            raise
-        for prepared in units:
-            prepared.take_backward(in_window)
+            if self.lost_ranks is None or not in_window:
+                raise_if_theirs(error)
+                raise
+            failure = error
+        else:
+            return True
+        self.lost_ranks.go_on(failure)
+        return False
 
     def _meter(self) -> None:
         if self.meters is not None:

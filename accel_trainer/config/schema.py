@@ -49,6 +49,13 @@ class NonFiniteAction(StrEnum):
     WARN = "warn"
 
 
+class RankLossAction(StrEnum):
+    """What becomes of the other ranks when one is killed."""
+
+    RESTART = "restart"
+    CONTINUE = "continue"
+
+
 class ChangedRunAction(StrEnum):
     """The answer to a resume that would change what a run means: the number of samples in an update, above all."""
 
@@ -366,6 +373,8 @@ class LaunchConfig:
     """Threads of one process (OMP_NUM_THREADS); None shares the cores among the processes."""
     max_restarts: int = 0
     """How often the elastic agent starts the workers again after a failure."""
+    on_rank_loss: RankLossAction = RankLossAction.RESTART
+    """When a rank is killed: restart ends the others (see max_restarts), continue has them go on without it (ddp)."""
     monitor_interval_seconds: float = 0.1
     """How often the elastic agent looks at its workers, in seconds."""
     tee: str = "0"

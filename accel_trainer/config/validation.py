@@ -19,9 +19,11 @@ from accel_trainer.config.schema import (
     FieldSpec,
     Fp8Backend,
     FrozenDict,
+    LaunchConfig,
     LossImplementation,
     MixedPrecision,
     NonFiniteAction,
+    RankLossAction,
     RunConfig,
     WrapPolicy,
     field_specs,
@@ -331,11 +333,23 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
             f"{describe('loss_chunk_tokens')} contradicts {describe('loss')}, which has no chunks of a given size; "
             "leave one of them out",
         ),
+        *_rank_loss_checks(launch, describe),
         *_activation_checks(config, describe),
         *_local_step_checks(config, describe),
         *_backward_update_checks(config, describe),
     )
     return [*axis_problems(config, describe), *(problem for is_wrong, problem in checks if is_wrong)]
+
+
+def _rank_loss_checks(launch: LaunchConfig, describe: Callable[[str], str]) -> Iterator[tuple[bool, str]]:
+    """Yield contradictions about ranks that go on without others."""
+    is_elsewhere = launch.num_machines > 1 or launch.rdzv_backend != "static"
+    yield (
+        launch.on_rank_loss is RankLossAction.CONTINUE and is_elsewhere,
+        f"{describe('launch.on_rank_loss')} with {describe('launch.num_machines')} and "
+        f"{describe('launch.rdzv_backend')}: ranks go on without one that was killed on one machine, with the static "
+        "rendezvous; leave on_rank_loss out",
+    )
 
 
 def _activation_checks(config: RunConfig, describe: Callable[[str], str]) -> Iterator[tuple[bool, str]]:

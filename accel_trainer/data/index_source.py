@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.iterable_reader import set_dataset_epoch
-from accel_trainer.data.plan import BatchRows, mix_seed
+from accel_trainer.data.plan import BatchRows, RanksLeft, mix_seed
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.randomness import (
     NumberedItems,
@@ -155,6 +155,8 @@ class IndexSource:
         self._seed = seed
         self._process = process
         self._resumed: Position | None = None
+        self._moved = 0
+        """Steps of the pass under way that `share_out` left out."""
         self._seeded: tuple[torch.Generator, int] | None = None
 
     def note_generator(self, generator: torch.Generator | None) -> None:
@@ -205,8 +207,19 @@ class IndexSource:
     def starting_at(self, step: int) -> IndexSource:
         """Return this source with its next pass beginning at `step`."""
         moved = copy.copy(self)
-        moved.sampler, moved._resumed = self.sampler.starting_at(step), None
+        moved.sampler, moved._resumed, moved._moved = self.sampler.starting_at(step), None, 0
         return moved
+
+    def share_out(self, left: RanksLeft, num_rounds: int) -> None:
+        """Let reading go on after the next rounds of the pass under way, whose shards the ranks that are left share."""
+        self.sampler.left = left
+        self.sampler.start += num_rounds
+        self._moved += num_rounds
+
+    def end_pass(self) -> None:
+        """Begin the next pass where this one began, and not where the ranks that are left went on in it."""
+        self.sampler.start -= self._moved
+        self._moved = 0
 
     def rewind(self) -> None:
         """Begin the next pass at the beginning of its epoch."""

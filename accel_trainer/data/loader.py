@@ -17,7 +17,7 @@ from accel_trainer.config.schema import DataConfig
 from accel_trainer.data.index_source import IndexSource, build_index_source, length_of
 from accel_trainer.data.iterable_source import ShardSource, SliceSource, build_stream_source
 from accel_trainer.data.metrics import keep_one_for_each
-from accel_trainer.data.plan import BatchRows
+from accel_trainer.data.plan import BatchRows, RanksLeft
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.logging import get_logger
@@ -177,6 +177,16 @@ class PreparedDataLoader(DataLoader[Any]):
     """Given the batches of each pass, yields them again: the meters of that Accelerator, where it has some."""
 
     @property
+    def current_pass(self) -> Progress | None:
+        """The pass under way; None without one."""
+        return self._passes[-1] if self._passes else None
+
+    @property
+    def bookmark(self) -> object:
+        """An object that this loader shares with those that `skip_first_batches` makes of it."""
+        return self._bookmark
+
+    @property
     def rows(self) -> BatchRows | None:
         """Rows of the batch yielded last, for every shard; None when no pass is under way."""
         return self._passes[-1].rows if self._passes else None
@@ -184,7 +194,7 @@ class PreparedDataLoader(DataLoader[Any]):
     def one_for_each(self, data: Any, rank: int) -> Any:
         """Return a rank's results of its batch, a value repeated to a full batch cut to its samples."""
         rows, total = self.rows, self.total_batch_size
-        if rows is None or total is None or self.yields_items or rank >= len(rows.sizes):
+        if rows is None or rows.weights is not None or total is None or self.yields_items or rank >= len(rows.sizes):
             return data
         full = total // len(rows.sizes)
         return keep_one_for_each(data, rows.sizes[rank], full, self._passes[-1].gathered_rows)
@@ -351,6 +361,8 @@ class PreparedDataLoader(DataLoader[Any]):
         finally:
             self._passes.remove(current)
             self._bookmark.end(current, is_complete)
+            if isinstance(self._source, IndexSource):
+                self._source.end_pass()
             self._advance_epoch(current.epoch, is_complete)
             for hook in self._on_end:
                 hook(self)
@@ -386,9 +398,50 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def _read(self, progress: Progress) -> Iterator[Any]:
         if self._dispatch is None:
-            return self._source.read(self, progress)
+            return self._read_own(progress)
         assert not isinstance(self._source, ShardSource)
         return _read_for_all(self._source.rounds(self, progress), progress, self._dispatch)
+
+    def _read_own(self, progress: Progress) -> Iterator[Any]:
+        """Yield this rank's batches, from another step on whenever the pass has been moved there."""
+        progress.is_moved = True
+        while progress.is_moved:
+            progress.is_moved = False
+            for batch in self._source.read(self, progress):
+                yield batch
+                if progress.is_moved:
+                    break
+
+    def why_not_shared_out(self) -> str:
+        """Return why `share_out` cannot be called; empty where it can."""
+        if not isinstance(self._source, IndexSource):
+            return "a loader reads an iterable dataset, whose samples cannot be dealt out anew"
+        if self._dispatch is not None:
+            return "rank 0 reads for all ranks (dispatch_batches)"
+        if self._device is not None and self.num_workers > 0:
+            return "workers read ahead for a device"
+        if len(self._passes) > 1:
+            return "a loader is read twice at the same time"
+        return ""
+
+    def share_out(self, left: RanksLeft, samples: int, rounds: int) -> None:
+        """Deal the batches of all shards out to the ranks that are left, in this pass and in later ones.
+
+        Every one of them calls it at the same step. Updates stay the same: see `share_windows`.
+
+        Args:
+            samples: of the epoch that were trained, over all shards.
+            rounds: of the pass under way that were trained, since it began or since the last call.
+        """
+        assert isinstance(self._source, IndexSource)
+        self._source.share_out(left, rounds if self._passes else 0)
+        for current in self._passes:
+            current.restart(samples, self._source.start, self._source.num_left())
+
+    def resize(self, num_ranks: int, rank: int) -> None:
+        """Cut the data of later passes into as many shards as there are ranks now."""
+        assert isinstance(self._source, IndexSource)
+        self._source.sampler.num_processes, self._source.sampler.process_index = num_ranks, rank
 
     def native_iterator(self) -> Iterator[Any]:
         """Return the iterator of the user's own loader class, over this loader's samplers."""

@@ -83,7 +83,7 @@ def trim_gathered(
         return _is_column(node) or (is_tuple and all(isinstance(entry, (str, bytes)) for entry in node))
 
     if not process.is_distributed:
-        return map_leaves(lambda leaf: _alone(leaf, process, as_samples), data, is_leaf=is_column)
+        return map_leaves(lambda leaf: _alone(leaf, rows, process, as_samples), data, is_leaf=is_column)
     columns = list(leaves(data, is_leaf=is_column))
     tensors = [column for column in columns if isinstance(column, Tensor)]
     num_others = sum(column is not None for column in columns) - len(tensors)
@@ -147,7 +147,9 @@ def _keep_alike(tensors: list[Tensor], rows: BatchRows, process: ProcessContext)
     return kept
 
 
-def _alone(leaf: Any, process: ProcessContext, as_samples: bool) -> Any:
+def _alone(leaf: Any, rows: BatchRows | None, process: ProcessContext, as_samples: bool) -> Any:
+    if rows is not None:  # of a job that began with more ranks, whose last step was filled up
+        leaf = _keep_own(leaf, rows, 0)
     if isinstance(leaf, Tensor):
         return gather(leaf, process, as_samples=as_samples)
     if isinstance(leaf, tuple) or (as_samples and _is_array(leaf)):

@@ -58,6 +58,8 @@ class BatchRows:
     """Rows that each shard's batch really has, padding included."""
     is_last: bool = False
     """Whether this is the last step of the pass."""
+    weights: tuple[float, ...] | None = None
+    """Factors of the shards' means that are no function of their rows; None where they are. See `share_windows`."""
 
     @property
     def padded(self) -> bool:
@@ -80,6 +82,10 @@ class BatchRows:
         1 where shards hold equally many rows, and where batches were filled up with repeated samples: a mean that a
         model has taken over those cannot be undone. 0 for a shard without data.
         """
+        return self.weight_of_rows(shard) if self.weights is None else self.weights[shard]
+
+    def weight_of_rows(self, shard: int) -> float:
+        """Return `weight` as it is where it is one of rows."""
         rows = self.rows
         if rows.count(rows[0]) == len(rows) or any(
             0 < valid < size for valid, size in zip(rows, self.sizes, strict=True)
@@ -179,6 +185,43 @@ def full_rounds(
     for begin in range(start * width + shard * length, (len(order) // width - 1) * width, width):
         piece = order[begin : begin + length]
         yield piece.tolist() if isinstance(piece, torch.Tensor) else list(piece), rows
+
+
+@dataclass(frozen=True, slots=True)
+class RanksLeft:
+    """The ranks that a job goes on with after it has lost some, and the rounds that an update had before."""
+
+    rounds_per_update: int
+    num_ranks: int
+    rank: int
+
+    def num_steps(self, num_batches: int) -> int:
+        """Return the steps in which so many batches of an update are shared out."""
+        return -(-num_batches // self.num_ranks)
+
+
+def share_windows(rounds: Iterable[Round], left: RanksLeft) -> Iterator[tuple[Any, BatchRows]]:
+    """Yield one rank's batches of rounds that were planned for more shards than there are ranks left.
+
+    The batches of an update's rounds stay as they are, and are dealt out in turn, in as few steps as it takes: a loss
+    that is a mean over a batch, of its tokens for instance, is the one of before. Each weighs what it did in the
+    update; ranks that have none in the last step get one of them once more, which counts nothing.
+    """
+    source = iter(rounds)
+    while update := list(islice(source, left.rounds_per_update)):
+        held = [
+            (batch, rows.rows[shard], rows.sizes[shard], rows.weight(shard))
+            for batches, rows in update
+            for shard, batch in enumerate(batches)
+        ]
+        steps = left.num_steps(len(held))
+        # Of a mean over the ranks that are left, and over the steps of the update.
+        scale = left.num_ranks * steps / len(held)
+        held += [(held[0][0], 0, held[0][2], 0.0)] * (steps * left.num_ranks - len(held))
+        for step in range(steps):
+            batches, valid, sizes, weights = zip(*held[step * left.num_ranks :][: left.num_ranks], strict=True)
+            is_last = update[-1][1].is_last and step == steps - 1
+            yield batches[left.rank], BatchRows(valid, sizes, is_last, tuple(weight * scale for weight in weights))
 
 
 _END = object()

@@ -26,6 +26,8 @@ class Progress:
     """The dataset's own state after the samples of the last batch, for streams that offer one."""
     gathered_rows: set[int] = field(default_factory=set)
     """Rows of the tensors that were gathered for metrics in full steps."""
+    is_moved: bool = False
+    """Whether the pass goes on from another step than the next, and its batches have to be read from there."""
     _before: int = 0
     _since: int = 0
 
@@ -34,6 +36,11 @@ class Progress:
         self._before = self._num_samples
         self._since = self.num_yielded
         self.rows = rows
+
+    def restart(self, samples: int, steps: int, total: int | None) -> None:
+        """Go on after so many samples and steps of the epoch, with `total` steps that are left."""
+        self.start, self.total, self.rows, self.is_moved = (samples, steps), total, None, True
+        self.num_yielded = self._before = self._since = 0
 
     def copy(self) -> Progress:
         """Return the position that has been reached by now."""

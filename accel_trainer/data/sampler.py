@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 
 from accel_trainer.data.plan import (
     BatchRows,
+    RanksLeft,
     RoundRule,
     batch_indices,
     check_can_split,
@@ -25,6 +26,7 @@ from accel_trainer.data.plan import (
     permutation,
     plan_rounds,
     seed_for_epoch,
+    share_windows,
 )
 from accel_trainer.data.randomness import draw_alike
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
@@ -190,6 +192,8 @@ class ShardedBatchSampler(Sampler[Any]):
         self.seed = seed
         self.start = 0
         self.num_ahead = 0
+        self.left: RanksLeft | None = None
+        """Ranks among which all shards' batches are shared out, where the job has fewer ranks than shards by now."""
         self.began_at = (0, 0)
         """Samples and steps of the epoch that the pass begun last left out, over all shards."""
         self.planned: deque[BatchRows] = deque()
@@ -313,6 +317,11 @@ class ShardedBatchSampler(Sampler[Any]):
     def _shard(self, planned: deque[BatchRows]) -> Iterator[Any]:
         rule, shard, start = self.rule, self.process_index, self.start
         first, rest, order = self._batches(rule.batches_per_round)
+        if self.left is not None:
+            for mine, rows in share_windows(plan_rounds(first, rest, rule), self.left):
+                planned.append(rows)
+                yield mine
+            return
         if order is not None and shard is not None:
             for mine, rows in full_rounds(order, rule, shard, start):
                 start += 1
@@ -376,7 +385,14 @@ class ShardedBatchSampler(Sampler[Any]):
             extra = min(1, extra)
         else:
             extra = int((self.process_index or 0) < extra)
-        return max(0, full + extra - self.start)
+        num_rounds = max(0, full + extra - self.start)
+        if self.left is None:
+            return num_rounds
+        updates, rest = divmod(num_rounds, self.left.rounds_per_update)
+        per_round = self.num_processes
+        return updates * self.left.num_steps(per_round * self.left.rounds_per_update) + self.left.num_steps(
+            per_round * rest
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "planned": deque()}

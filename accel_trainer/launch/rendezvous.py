@@ -153,8 +153,7 @@ class BoundRendezvous(StaticTCPRendezvous):
 
     def connect(self) -> Store:
         """Return one more connection to the store, for a thread that must not wait behind others."""
-        store = TCPStore(self.master_addr, self._bound_port, is_master=False, timeout=timedelta(seconds=_LOST_SECONDS))
-        return PrefixStore("launchers", store)
+        return TCPStore(self.master_addr, self._bound_port, is_master=False, timeout=timedelta(seconds=_LOST_SECONDS))
 
     def _reach(self) -> TCPStore:
         """Return a connection to the store on machine 0, which may not be there yet."""

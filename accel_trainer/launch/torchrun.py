@@ -28,12 +28,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from accel_trainer.config import LaunchConfig
+from accel_trainer.config import LaunchConfig, RankLossAction
 from accel_trainer.errors import ConfigError, HangError
 from accel_trainer.launch.machine import set_tpu_variables
 from accel_trainer.launch.rendezvous import BoundRendezvous, Launchers, MachineFailure, build_rendezvous, hosts_store
 from accel_trainer.logging import write_stderr
-from accel_trainer.runtime.torch_private import end_restarts, remaining_restarts
+from accel_trainer.runtime.rank_loss import LossNotice
+from accel_trainer.runtime.torch_private import end_restarts, forget_worker, remaining_restarts
 
 # The workers may need this long to save after a signal; torch's agent kills after 30 s, in the middle of a large
 # checkpoint.
@@ -238,6 +239,7 @@ class _Agent(LocalElasticAgent):
         self._watchers: list[threading.Thread] = []
         self._starts = 0
         self._num_lost = 0
+        self._notice: LossNotice | None = None
         self._launchers: Launchers | None = None
         self._is_static = isinstance(spec.rdzv_handler, BoundRendezvous)
 
@@ -248,9 +250,11 @@ class _Agent(LocalElasticAgent):
             self._launchers.stop()
         machine, num_machines = worker_group.group_rank, worker_group.group_world_size
         if num_machines == 1:
+            if self._job.launch.on_rank_loss is RankLossAction.CONTINUE:
+                self._notice = LossNotice(worker_group.spec.rdzv_handler.connect())
             return
         if isinstance(worker_group.spec.rdzv_handler, BoundRendezvous):
-            store = worker_group.spec.rdzv_handler.connect()
+            store = PrefixStore("launchers", worker_group.spec.rdzv_handler.connect())
             self._launchers = Launchers(store, machine, num_machines, hosts_store=machine == 0)
         elif self._job.launch.rdzv_backend == "c10d":
             store = PrefixStore("launchers", worker_group.store.clone())
@@ -258,6 +262,7 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         self._see_ended()
+        self._outlive()
         if any(exit_.code in _FINAL_CODES for exit_ in self.exits):
             end_restarts(self)
             self._let_end(self._grace)  # torch would end the others at once
@@ -268,7 +273,7 @@ class _Agent(LocalElasticAgent):
             self._stuck = list(self._running())
             self._send(signal.SIGKILL)
         looked_at = time.monotonic()
-        result = super()._monitor_workers(worker_group)
+        result = self._look_at_workers(worker_group)
         if result.state == WorkerState.FAILED:
             self._take_codes(result.failures, looked_at)
             if any(exit_.code in _FINAL_CODES for exit_ in self.exits):
@@ -282,6 +287,30 @@ class _Agent(LocalElasticAgent):
             end_restarts(self)  # the job has ended there
         _report_machine(failure, starts_again=remaining_restarts(self) > 0)
         return RunResult(state=WorkerState.FAILED)
+
+    def _look_at_workers(self, worker_group: Any) -> RunResult:
+        """Return what torch's agent sees; a failure where the others came to their end without a look at a loss."""
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.SUCCEEDED and self._notice is not None and not self._notice.is_taken():
+            return RunResult(state=WorkerState.FAILED)
+        return result
+
+    def _outlive(self) -> None:
+        """Let the workers go on without those that were killed, where they can, and tell them."""
+        if (notice := self._notice) is None:
+            return
+        for exit_ in [each for each in self.exits if each.code < 0 and each.rank not in notice.lost]:
+            left = list(self._running())
+            reason = notice.why_not(left) if left else "no rank is left"
+            if any(each.code > 0 for each in self.exits):
+                reason = reason or "another rank has failed"
+            if reason:
+                write_stderr(f"accel-trainer launch: {_describe(exit_)}, and the others cannot go on: {reason}")
+                self._notice = None
+                return
+            forget_worker(self, exit_.rank)
+            notice.tell(exit_.rank)
+            write_stderr(f"accel-trainer launch: {_describe(exit_)}; the {len(left)} that are left go on without it")
 
     def _see_ended(self) -> None:
         """Let the watchers of workers that have ended note their codes, before the agent reaps them."""

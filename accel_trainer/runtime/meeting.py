@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 
 import torch.distributed as dist
 
 from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rank_watch import raise_if_lost
 from accel_trainer.runtime.torch_private import group_timeout, second_store
 from accel_trainer.runtime.whereabouts import waits
 
@@ -141,14 +143,16 @@ class Meeting:
     @waits("a meeting")
     def _collect_answers(self) -> list[int]:
         keys = [self._key(rank) for rank in self._ranks]
-        timeout = group_timeout()
-        try:
-            self._store.wait(keys, timeout)
-        except RuntimeError as error:
-            raise ProcessGroupError(
-                f"not every rank answered within {timeout.total_seconds():g} s when rank {self._process.rank} had "
-                "something to decide with them; one hangs or is gone. Look into the output of the others"
-            ) from error
+        timeout_seconds = group_timeout().total_seconds()
+        begin = time.monotonic()
+        while not self._store.check(keys):
+            raise_if_lost()
+            if time.monotonic() - begin > timeout_seconds:
+                raise ProcessGroupError(
+                    f"not every rank answered within {timeout_seconds:g} s when rank {self._process.rank} had "
+                    "something to decide with them; one hangs or is gone. Look into the output of the others"
+                )
+            time.sleep(_POLL_SECONDS / 10)
         answers = [self._store.get(key).decode() for key in keys]
         if _LEFT in answers:
             raise ProcessGroupError(

@@ -27,13 +27,16 @@ from accel_trainer.config import HangConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, bracket_ipv6, find_launch_info
-from accel_trainer.runtime.rank_watch import Hook, add_hook, start_watch, stop_watch
-from accel_trainer.runtime.torch_private import default_group, forget_default_groups, set_group_timeout
+from accel_trainer.runtime.progress import PROGRESS
+from accel_trainer.runtime.rank_loss import Survivors, noting_connections
+from accel_trainer.runtime.rank_watch import Hook, add_hook, current_watch, leave_watch, start_watch, stop_watch
+from accel_trainer.runtime.torch_private import default_group, forget_default_groups, group_timeout, set_group_timeout
 
 # The context that init_process returned last, for functions that users call without naming a process.
 _current: ProcessContext | None = None
 _DEFAULT_TIMEOUT_SECONDS = 1800.0  # torch's default for gloo; for nccl that is 10 minutes
 _LAST_TURN_SECONDS = 0.02
+_survivors: Survivors | None = None
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """The groups of contexts of some of the job's ranks."""
 _CPU_WAYS = "--cpu to the launcher, Accelerator(cpu=True), TrainingArguments(use_cpu=True)"
@@ -166,15 +169,16 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
     try:
         # One process meets nobody, and opens no port.
         store = dist.HashStore() if address is None else _loopback_store(info, address, port, timeout)
-        dist.init_process_group(
-            backend,
-            init_method=None if store is not None or address is None else f"tcp://{bracket_ipv6(address)}:{port}",
-            store=store,
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=timeout,
-            device_id=_bound_device(device, backend),
-        )
+        with noting_connections():
+            dist.init_process_group(
+                backend,
+                init_method=None if store is not None or address is None else f"tcp://{bracket_ipv6(address)}:{port}",
+                store=store,
+                rank=info.rank,
+                world_size=info.world_size,
+                timeout=timeout,
+                device_id=_bound_device(device, backend),
+            )
     except (RuntimeError, ValueError, OSError) as error:
         raise ProcessGroupError(
             f"rank {info.rank} of {info.world_size} could not join the process group at {address}:{port} "
@@ -334,8 +338,52 @@ def init_process(
     hosts_store = info.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     runs_ahead = device.type != "cpu" and carrier != "gloo"
     start_watch(info.rank, info.world_size, hang, hosts_store=hosts_store, runs_ahead=runs_ahead)
-    _current = ProcessContext(info.rank, info.local_rank, info.world_size, info.local_world_size, device, carrier)
+    found = ProcessContext(info.rank, info.local_rank, info.world_size, info.local_world_size, device, carrier)
+    _current = _same_object(found)
     return _current
+
+
+def _same_object(found: ProcessContext) -> ProcessContext:
+    """Return the present context where it is equal: one object for all that ask, which `rejoin` changes."""
+    return _current if _current is not None and _current == found else found
+
+
+def find_survivors(process: ProcessContext) -> Survivors | None:
+    """Return the ranks of this job that may go on when some are lost; None where no launcher hosts their store."""
+    global _survivors
+    if _survivors is not None:
+        return _survivors
+    info = find_launch_info(os.environ)
+    if info is None or info.main_address is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    timeout = group_timeout()
+    store = dist.TCPStore(info.main_address, info.main_port or DEFAULT_PORT, is_master=False, timeout=timeout)
+    _survivors = Survivors(store, process.rank, process.world_size)
+    atexit.register(_survivors.close)
+    return _survivors
+
+
+def rejoin(process: ProcessContext, survivors: Survivors) -> None:
+    """Go on in the group of the ranks that are left. Collective over them; changes `process` for all that hold it.
+
+    Raises:
+        RankLostError: another rank is lost meanwhile.
+    """
+    watch = current_watch()
+    timeout = group_timeout()
+    options = {} if watch is None else watch.options
+    leave_watch()
+    forget_default_groups()
+    rank, size = survivors.form_group(timeout.total_seconds())
+    set_group_timeout(default_group(), timeout.total_seconds())
+    # The one object that loaders, units, checkpoints and states were given: they count anew with their next step.
+    for name, value in {"rank": rank, "local_rank": rank, "world_size": size, "local_world_size": size}.items():
+        object.__setattr__(process, name, value)
+    logging.set_rank(rank, size, _wait_for_ranks)
+    if options:
+        updates = PROGRESS.updates
+        start_watch(rank, size, **options)
+        PROGRESS.updates = updates  # which another watch begins to count anew
 
 
 def form_group(process: ProcessContext) -> ProcessContext:
@@ -433,8 +481,11 @@ def _leave_at_exit() -> None:
 
 def destroy_process_group() -> None:
     """Leave the process group, if there is one. Collective where the backend says so; safe to call twice."""
-    global _current
+    global _current, _survivors
     _current = None
+    if _survivors is not None:
+        _survivors.close()
+    _survivors = None
     # First: it says through the store that this rank leaves, and rank 0 may take the store along.
     stop_watch()
     if dist.is_available() and dist.is_initialized():

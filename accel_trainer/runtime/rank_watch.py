@@ -258,6 +258,7 @@ class RankWatch:
             # Ever longer: ranks that come together go on at once, and a long wait does not load the store.
             time.sleep(min(0.05, waited / 10 + 0.0002))
             waited = time.monotonic() - begin
+            raise_if_lost()
             if waited > self.timeout_seconds:
                 raise HangError(self._report(self._call_roll(), is_final=True))
             if waited > look:
@@ -605,6 +606,11 @@ def _classify(error: BaseException) -> tuple[bool, bool]:
     return is_expired, is_distributed or any(words in text for words in BROKEN_TEXTS)
 
 
+def is_broken(error: BaseException) -> bool:
+    """Whether an error is that of a collective whose connections have broken."""
+    return _classify(error)[1]
+
+
 def _text(error: BaseException) -> str:
     try:
         return str(error).strip()
@@ -671,6 +677,14 @@ def _are_still(answers: list[RankState | None], seconds: float) -> bool:
     return all(state.operation or state.still_seconds >= seconds for state in answers if state is not None)
 
 
+def leave_watch() -> None:
+    """Watch no more, without a word to the others: they meet again in another group."""
+    global _watch
+    watch, _watch = _watch, None
+    if watch is not None:
+        watch.close()
+
+
 def stop_watch() -> None:
     """Watch no more: this rank leaves the job."""
     global _watch
@@ -706,6 +720,8 @@ def failing_together() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if _is_outlived(error):
+            raise  # whoever begins the update again, or the evaluation, is further out
         theirs = watch.explain(error)
         if is_outermost:
             watch.tell(theirs or error, is_final=False)
@@ -734,8 +750,31 @@ def tell_soon(name: str, value: bool) -> list[bool | None]:
     return [value] if _watch is None else _watch.tell_soon(name, value)
 
 
+_is_outlived: Callable[[BaseException], bool] = lambda error: False  # noqa: E731  until somebody says otherwise
+
+
+_is_lost: Callable[[], bool] = lambda: False  # noqa: E731
+
+
+def leave_losses_to(is_outlived: Callable[[BaseException], bool], is_lost: Callable[[], bool]) -> None:
+    """Leave errors as they are of which `is_outlived` says that the job goes on without the rank that is lost.
+
+    `is_lost` says whether one is lost, for those that wait in the store, where no connection breaks.
+    """
+    global _is_outlived, _is_lost
+    _is_outlived, _is_lost = is_outlived, is_lost
+
+
+def raise_if_lost() -> None:
+    """Raise, as a collective does, where a rank is lost without which the job goes on."""
+    if _is_lost():
+        raise dist.DistNetworkError(f"{BROKEN_TEXTS[0]}: a rank is lost")
+
+
 def raise_if_theirs(error: BaseException) -> None:
     """Raise the error of the rank that a broken collective is due to; return where `error` is this rank's own."""
+    if _is_outlived(error):
+        return
     theirs = None if _watch is None or _watch.is_muted else _watch.explain(error)
     if theirs is not None:
         raise theirs from None

@@ -67,6 +67,8 @@ _NOT_CLEARED = "not cleared: after find_executable_batch_size() has made a new g
 _RING_GONE = f"{_REFUSED}: parallel.cp_size"
 _PLANNED = "`accel-trainer estimate` counts no operations of mixtures of experts, or of attention on CPUs"
 _EXPOSED = "`accel-trainer estimate` says that the computation waits for FSDP2's parameters"
+_CONTEXT = "torch.distributed.elastic.multiprocessing.api.SubprocessContext"
+_NOT_OUTLIVED = f"{_REFUSED}: where a rank is lost, by `accel-trainer launch --on_rank_loss continue`"
 PRIVATE_NAMES = {
     **{f"torch._foreach_{name}_": _FOREACH for name in ("add", "clamp_max", "clamp_min", "copy", "mul", "zero")},
     "torch._foreach_norm": f"{_REFUSED}: norms of gradients are computed by one kernel for all",
@@ -104,6 +106,12 @@ PRIVATE_NAMES = {
             "_monitor_workers": "codes 76, 85 and 93 would start the workers again",
             "_exit_barrier": "a machine would wait 300 s for the others' workers, and no longer",
         }.items()
+    },
+    f"{_AGENT}._pcontext": _NOT_OUTLIVED,
+    f"{_CONTEXT}._running_local_ranks": _NOT_OUTLIVED,
+    **{
+        f"torch.nn.parallel.DistributedDataParallel.{name}": f"{_REFUSED}: by on_rank_loss 'continue'"
+        for name in ("_update_process_group", "_sync_buffers")
     },
     f"{_AGENT}._remaining_restarts": (f"{_REFUSED}: jobs on several ranks, by `accel-trainer launch`"),
     "torch.distributed.fsdp._common_utils.collect_grad_tensors": (
@@ -414,6 +422,36 @@ def abandon_exchange(replicas: nn.parallel.DistributedDataParallel) -> None:
     reset = _find(replicas.reducer, "torch.distributed.Reducer._reset_state")
     if reset is not None:
         reset()
+
+
+def regroup_replicas(replicas: nn.parallel.DistributedDataParallel) -> None:
+    """Have a DDP wrapper exchange gradients over the job's present group, in buckets that are built anew."""
+    _need(replicas, "torch.nn.parallel.DistributedDataParallel._update_process_group")(default_group())
+
+
+def guard_buffers(replicas: nn.parallel.DistributedDataParallel, on_error: Callable[[RuntimeError], None]) -> None:
+    """Have `on_error` called where the broadcast of buffers before a forward fails, which then goes on; or raises."""
+    broadcast = _need(replicas, "torch.nn.parallel.DistributedDataParallel._sync_buffers")
+    if "_sync_buffers" in vars(replicas):
+        return
+
+    def guarded() -> None:
+        failure: RuntimeError | None = None
+        try:
+            broadcast()
+        except RuntimeError as error:
+            failure = error
+        if failure is not None:
+            on_error(failure)
+
+    replicas._sync_buffers = guarded  # type: ignore[method-assign]
+
+
+def forget_worker(agent: SimpleElasticAgent, local_rank: int) -> None:
+    """Have torch's elastic agent go on without one of its workers, which has ended."""
+    context = _need(agent, f"{_AGENT}._pcontext")
+    _need(context, f"{_CONTEXT}._running_local_ranks").discard(local_rank)
+    context.subprocess_handlers[local_rank].proc.poll()  # which reaps it
 
 
 def is_exchange_open(replicas: nn.parallel.DistributedDataParallel) -> bool:

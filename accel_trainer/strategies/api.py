@@ -289,6 +289,25 @@ class TrainUnit(Protocol):
         """Return the mean measured time that a backward waits for its exchange on this rank; None without any."""
         return None
 
+    def why_irreplaceable(self) -> str:
+        """Return why the other ranks cannot go on where one is lost; empty where they can. Not collective."""
+        return "its shards of the model, or of the optimizer's state, are lost with the rank"
+
+    def guard_forward(self, go_on: Callable[[RuntimeError], None]) -> None:
+        """Have `go_on` called with the error of a collective in which a forward loses a rank. Not collective."""
+        return
+
+    def begin_update(self) -> None:
+        """Keep what a forward changes beside gradients, for `rejoin`."""
+        return
+
+    def rejoin(self, *, in_update: bool) -> None:
+        """Exchange gradients over the ranks that are left; drop what an update has done that is not complete.
+
+        Every rank that is left calls it; only where `why_irreplaceable` finds nothing.
+        """
+        return
+
     def release(self) -> None:
         """Remove hooks and wrappers of the engine, so that model and optimizers can be prepared again.
 

@@ -18,7 +18,13 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.memory import groups_left_behind
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import abandon_exchange, exposed_exchange_seconds, is_exchange_open
+from accel_trainer.runtime.torch_private import (
+    abandon_exchange,
+    exposed_exchange_seconds,
+    guard_buffers,
+    is_exchange_open,
+    regroup_replicas,
+)
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, StepOutcome, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
@@ -45,6 +51,9 @@ class DDPUnit(NativeUnit):
         self._must_sync = self._replicas is not None and self._replicas.static_graph
         self._has_exchanged = False
         self._hooks: list[RemovableHandle] = []
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        """Buffers, and their values at the beginning of the update."""
+        self._updates_locally, self._has_comm_hook = updates_locally, False
         self._frozen = () if self._replicas is None else tuple(p for p in module.parameters() if not p.requires_grad)
         """Parameters that DDP averages no gradients of."""
         if self._replicas is not None:
@@ -189,6 +198,42 @@ class DDPUnit(NativeUnit):
         """Return the mean time for which an exchange of gradients keeps a backward waiting, as DDP samples it."""
         return None if self._replicas is None else exposed_exchange_seconds(self._replicas)
 
+    def why_irreplaceable(self) -> str:
+        """Return what ranks have of their own: other exchanges than DDP's, or replicas that are apart."""
+        if self._replicas is None:
+            return "its model was wrapped by another engine, or is not trained"
+        if self._has_comm_hook:
+            return "a communication hook exchanges its gradients, over a group of its own"
+        if self._replicas.static_graph:
+            return "ddp.static_graph has its order of gradients from the first update"
+        return "its replicas are updated apart (local_steps)" if self._updates_locally else ""
+
+    def begin_update(self) -> None:
+        """Keep the buffers: a forward moves the statistics of batch norms, and rank 0's are the model's."""
+        if self._replicas is not None:
+            # As the exchange of the update before has left it, also where it was given up on some ranks in the forward,
+            # on others in the backward: they would differ in whether they send buffers.
+            self._replicas.require_forward_param_sync = True
+        self._kept = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+
+    def rejoin(self, *, in_update: bool) -> None:
+        """Exchange gradients over the job's present group; within an update drop them, and put the buffers back."""
+        assert self._replicas is not None
+        regroup_replicas(self._replicas)
+        self._has_exchanged = False
+        if not in_update:
+            return
+        self._replicas.require_backward_grad_sync = False
+        self.zero_grad()
+        with torch.no_grad():
+            for buffer, value in self._kept:
+                buffer.copy_(value)
+
+    def guard_forward(self, go_on: Callable[[RuntimeError], None]) -> None:
+        """Have `go_on` called where rank 0's buffers cannot be had, since a rank is lost; the forward keeps its own."""
+        if self._replicas is not None:
+            guard_buffers(self._replicas, go_on)
+
     def release(self) -> None:
         """Let the module be wrapped again, after an error within a forward or backward, too."""
         super().release()
@@ -256,7 +301,9 @@ class DDPStrategy(BaseStrategy):
             # What DDP does when it wraps: ranks that built the model from other seeds would evaluate other models.
             broadcast_module_states(module, process.device)
         updates_locally = job.config.local_steps is not None
-        return DDPUnit(model, module, job.loss_scale, updates_locally=updates_locally).with_optimizers(job)
+        unit = DDPUnit(model, module, job.loss_scale, updates_locally=updates_locally)
+        unit._has_comm_hook = job.comm_hook is not None
+        return unit.with_optimizers(job)
 
 
 def _outlive_reducer(model: DistributedDataParallel) -> None:

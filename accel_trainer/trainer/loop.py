@@ -54,7 +54,8 @@ class WindowReader:
         self._dataloader = dataloader
         self._reading = iter(dataloader)
         self._process = process
-        self._keeps_rows = process.world_size > 1 and not getattr(dataloader, "even_batches", False)
+        self._is_even = getattr(dataloader, "even_batches", False)
+        self._keeps_rows = process.world_size > 1 and not self._is_even
         self._read: list[tuple[Any, BatchRows]] = []
         self.batches: list[Any] = []
         """Of the present update."""
@@ -62,6 +63,7 @@ class WindowReader:
         self.index = 0
         """Of the present micro-batch in the update."""
         self._weights: list[Any] | None = None
+        self._num_rounds = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -70,10 +72,11 @@ class WindowReader:
         begin = perf_counter()
         batch = next(self._reading)
         self._clock.data_seconds += perf_counter() - begin
-        if self._keeps_rows:
-            rows = getattr(self._dataloader, "rows", None)
-            if rows is not None and len(rows.rows) == self._process.world_size:
-                self._read.append((batch, rows))
+        rows = getattr(self._dataloader, "rows", None)
+        if rows is None or len(rows.rows) != self._process.world_size:
+            return batch
+        if self._keeps_rows or rows.weights is not None:
+            self._read.append((batch, rows))
         return batch
 
     def close(self) -> None:
@@ -87,9 +90,12 @@ class WindowReader:
         """End an update, and let go of its batches."""
         self._read, self._rows, self.batches, self._weights = [], [], [], None
 
-    def begin(self, batches: list[Any]) -> None:
-        """Begin an update of these batches; a ConfigError where they were not read, and ranks' rows differ."""
-        self.batches = batches
+    def begin(self, batches: list[Any], num_rounds: int = 1) -> None:
+        """Begin an update of these batches; a ConfigError where they were not read, and ranks' rows differ.
+
+        `num_rounds`: of how many it is on all the ranks that the job began with.
+        """
+        self.batches, self._num_rounds = batches, num_rounds
         if not self._read:
             return
         self._rows = [rows for batch in batches for read, rows in self._read if read is batch]
@@ -124,6 +130,8 @@ class WindowReader:
                 self._weights = self._label_weights(over_ranks, shifts_labels)
             elif kind is LossKind.BY_ITEMS and has_items:
                 self._weights = self._item_weights(over_ranks)
+            elif self._is_even and self._rows:
+                self._weights = self._weights_among_those_left(self._num_rounds if kind is LossKind.BY_ITEMS else 1)
             else:
                 self._weights = self._row_weights(is_sum=kind is LossKind.BY_ITEMS)
         return loss * self._weights[self.index]
@@ -157,7 +165,11 @@ class WindowReader:
         if not self._rows:
             return shares
         rank = self._process.rank
-        return [share * rows.weight(rank) for share, rows in zip(shares, self._rows, strict=True)]
+        return [share * rows.weight_of_rows(rank) for share, rows in zip(shares, self._rows, strict=True)]
+
+    def _weights_among_those_left(self, factor: int) -> list[float]:
+        """Of filled-up micro-batches, which count alike, but for those that only let a rank take part."""
+        return [factor * rows.weight(self._process.rank) / len(self._rows) for rows in self._rows]
 
     def _item_weights(self, over_ranks: bool) -> list[float]:
         if not self._rows:
@@ -210,24 +222,45 @@ class EpochRun:
         accumulation = self.trainer.args.gradient_accumulation_steps
         steps = max(self.steps_in_epoch, 1)
         for begin in range(self.step + 1, steps, accumulation):
-            if not self._window(min(accumulation, steps - begin), restore_rng_from):
+            if not self._outlive_losses(min(accumulation, steps - begin), restore_rng_from):
                 break
             restore_rng_from = None
             control = self.trainer.control
             if control.should_epoch_stop or control.should_training_stop:
                 break
 
+    def _outlive_losses(self, num_batches: int, restore_rng_from: str | None) -> bool:
+        """Train one update, and again where a rank is lost in it; see `_window`."""
+        trainer, lost = self.trainer, self.trainer.accelerator.lost_ranks
+        if lost is None:
+            return self._window(num_batches, restore_rng_from)
+        while True:
+            step, updates, loss = self.step, lost.num_updates, trainer._tr_loss.clone()
+            counts = trainer.state.num_input_tokens_seen, trainer.current_flos
+            try:
+                return self._window(num_batches, restore_rng_from)
+            except RuntimeError as error:
+                if lost.num_updates > updates:
+                    raise  # behind the update, in what the callbacks of the ranks decide together
+                failure = error
+            trainer.go_on_without(failure)
+            self.step, self.sync = step, None
+            self.reader.forget()
+            trainer._tr_loss.copy_(loss)
+            trainer.state.num_input_tokens_seen, trainer.current_flos = counts
+
     def _window(self, num_batches: int, restore_rng_from: str | None) -> bool:
         """Train the micro-batches of one update; return whether there were any."""
         trainer, reader, checkpoints = self.trainer, self.reader, self.trainer.run_checkpoints
-        clock = trainer.run_clock
+        clock, first, lost = trainer.run_clock, self.step, trainer.accelerator.lost_ranks
+        num_read = num_batches if lost is None else lost.begin_update(num_batches)
         # Before anything is read: a checkpoint within this update has the loader where the update begins.
         checkpoints.begin_update(trainer.callback_handler.train_dataloader)
         if clock.sample is not None:
             clock.sample.mark(UPDATE_BEGUN)
         begin, read = perf_counter(), clock.data_seconds
         with checkpoints.metrics.resuming("data") if self.is_resumed else nullcontext():
-            batches, num_items = trainer.get_batch_samples(reader, num_batches, trainer.args.device)
+            batches, num_items = trainer.get_batch_samples(reader, num_read, trainer.args.device)
         if self.is_resumed:
             clock.data_seconds = read  # it is a part of the resume
         else:
@@ -236,14 +269,15 @@ class EpochRun:
             clock.sample.mark(BATCHES_READ)
         self.is_resumed = False
         num_before = trainer.state.global_step
-        reader.begin(batches)
+        reader.begin(batches, num_batches)
         # Divides the loss of a model that does not normalise by `num_items` itself; the last window may be short.
         trainer.current_gradient_accumulation_steps = len(batches)
         # Not before: the stream was read up to here first, and those draws were for batches that are left out.
         if restore_rng_from is not None:
             trainer._load_rng_state(restore_rng_from)
         for index, inputs in enumerate(batches):
-            self.step += 1
+            # Where ranks are lost an update has more micro-batches than an epoch counts for it.
+            self.step = first + min(index + 1, num_batches)
             reader.index = index
             try:
                 self._micro_batch(inputs, num_items, is_first=index == 0, is_last=index == len(batches) - 1)
@@ -368,7 +402,21 @@ class EpochRun:
         PROGRESS.updates = trainer.state.global_step
 
     def _log_save_evaluate(self) -> None:
-        """Log, evaluate and save where that is due; where a signal ends the run, save and end. Collective."""
+        """Log, evaluate and save where that is due; where a signal ends the run, save and end. Collective.
+
+        Where a rank is lost meanwhile, those that are left do again what was not complete.
+        """
+        lost = self.trainer.accelerator.lost_ranks
+        while True:
+            try:
+                return self._act_on_flags()
+            except RuntimeError as error:
+                if lost is None:
+                    raise
+                failure = error
+            self.trainer.go_on_without(failure)
+
+    def _act_on_flags(self) -> None:
         trainer = self.trainer
         trainer.finish_save(waits=False)
         trainer._maybe_log_save_evaluate(

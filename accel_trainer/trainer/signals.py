@@ -81,6 +81,13 @@ class Decisions:
         """End with the run; `is_failed` when an error ends it."""
         self._meeting.close(is_failed=is_failed)
 
+    def meet_anew(self) -> None:
+        """Go on with the ranks that are left; what this rank wished stays. Every one of them calls it."""
+        self._meeting.close(is_failed=False)
+        self._meeting, self._position = Meeting(self._process), 0
+        if self._wishes:
+            self._meeting.call(1)
+
     def end_micro_batch(self, control: TrainerControl) -> None:
         """Decide whether to stop in the middle of an update. Collective if a rank has a wish."""
         self._ends_epoch = False

@@ -13,6 +13,7 @@ import importlib
 import operator
 import os
 import time
+import traceback
 from collections.abc import Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import is_dataclass
@@ -333,6 +334,18 @@ class Trainer(ResumingMethods, transformers.Trainer):
                 if self.neftune_hook_handle is not None:
                     self.neftune_hook_handle.remove()
 
+    def go_on_without(self, error: RuntimeError) -> None:
+        """Go on where `error` is that of a collective in which a rank was lost; raise it elsewhere. Collective."""
+        lost = self.accelerator.lost_ranks
+        assert lost is not None
+        # Frames of a loop over a loader would keep its pass open.
+        traceback.clear_frames(error.__traceback__)
+        lost.go_on(error)
+        self.state.is_world_process_zero = self.is_world_process_zero()
+        self.state.is_local_process_zero = self.is_local_process_zero()
+        if self.decisions is not None:
+            self.decisions.meet_anew()
+
     def end_decisions(self, *, is_failed: bool) -> None:
         """End what the ranks of a run decide together; `is_failed` where the others may still wait for this one."""
         decisions, self.decisions = self.decisions, None
@@ -350,7 +363,13 @@ class Trainer(ResumingMethods, transformers.Trainer):
         self._loss_normalization.begin(self)
         self._preparation.release()  # before upstream frees the Accelerator's memory, the optimizer's state with it
         args.auto_find_batch_size = self._searches_batch_size
-        return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        lost = self.accelerator.lost_ranks
+        with (
+            nullcontext()
+            if lost is None
+            else lost.beginning_updates(args.gradient_accumulation_steps, reports=bool(args.report_to))
+        ):
+            return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         """Do nothing: `BatchSizeSearch` has begun the attempt."""

@@ -85,6 +85,10 @@ def test_fewer_processes_after_restarts_are_a_range_in_flags_files_and_variables
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (
+            "--on_rank_loss continue --num_machines 2 --main_process_ip 10.0.0.1",
+            r"on_rank_loss=continue .*num_machines=2 .*: ranks go on without one that was killed on one machine",
+        ),
         ("--num_processes 1:2", r"for workers that are started again, and launch.max_restarts=0 \(default\)"),
         ("--num_processes 3:2", r"min_processes=3 .* does not fit launch.num_processes=2"),
         ("--min_processes 1", r"min_processes=1 .* does not fit launch.num_processes=null"),

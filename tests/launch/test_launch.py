@@ -248,6 +248,51 @@ def test_workers_that_are_lost_are_not_replaced_down_to_the_fewest(tmp_path: Pat
     assert "rank 1 of 2 in attempt 2" in output
 
 
+OUTLIVED = """
+import contextlib, os, signal, sys, torch
+from accel_trainer import Accelerator
+accelerator = Accelerator(cpu=True)
+in_window = accelerator.accumulate if sys.argv[1] == "accumulate" else contextlib.nullcontext
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+samples = torch.arange(24.0).reshape(24, 1)
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(samples, 2))
+number = 0
+for batch in loader:
+    if number == 2 and os.environ["RANK"] == sys.argv[2] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with in_window(model):
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    number += 1
+place = f"{accelerator.process_index} of {accelerator.num_processes}"
+said = f"rank {os.environ['RANK']} is {place}, {number} micro-batches"
+sys.stdout.write(said + "\\n")
+accelerator.end_training()
+"""
+
+
+def test_workers_go_on_without_one_that_is_killed(tmp_path: Path) -> None:
+    words = ["--cpu", "--num_processes", "3", "--on_rank_loss", "continue", write(tmp_path, OUTLIVED)]
+    code, output = launch(tmp_path, *words, "accumulate", "0")
+    assert code == 0, output
+    assert re.search(r"rank 0 \(pid \d+\) was ended by SIGKILL, .*; the 2 that are left go on without it", output)
+    assert "rank 0 of the 3 that the launcher has started is lost; the 2 that are left go on after update 2" in output
+    # 2 updates of the 4, the micro-batch in which the rank was lost, and 2 for each of the updates that are left.
+    assert "rank 1 is 0 of 2, 7 micro-batches" in output
+    assert "rank 2 is 1 of 2, 7 micro-batches" in output
+
+
+def test_workers_that_cannot_go_on_without_another_are_started_again(tmp_path: Path) -> None:
+    words = ["--cpu", "--num_processes", "3", "--on_rank_loss", "continue", "--max_restarts", "1"]
+    code, output = launch(tmp_path, *words, write(tmp_path, OUTLIVED), "by_hand", "2")
+    assert code == 0, output
+    assert "the others cannot go on: no update is under way, or it has backward() outside of accumulate()" in output
+    assert "starting the workers again (1 of 1 restarts)" in output
+    assert "rank 2 is 2 of 3, 4 micro-batches" in output
+
+
 def test_workers_that_fail_again_end_the_job(tmp_path: Path) -> None:
     code, output = launch(tmp_path, *TWO, "--max_restarts", "1", write(tmp_path, "import sys; sys.exit(3)"))
     assert code == 3

@@ -41,6 +41,7 @@ SPECIAL = {
     "compat": "accelerate",
     "accumulation.loss_division": "accelerate",
     "loss": "chunked",
+    "launch.on_rank_loss": "continue",
     "on_changed_run": "refuse",
     "on_nonfinite": "warn",
     "compile.mode": "max-autotune",

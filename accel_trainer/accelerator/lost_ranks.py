@@ -1,0 +1,314 @@
+"""Updates of a job that goes on without the ranks it has lost: which are complete, and how one begins again.
+
+All ranks that are left come to the same collective of the same update, or to the same one between two: what they have
+accumulated is dropped, the weights are those after the last update, and the loader hands out the samples of the update
+anew, in more micro-batches. A loop sees some micro-batches more that do not end a window.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from accel_trainer import logging
+from accel_trainer.accelerator.accumulation import PreparedUnit
+from accel_trainer.config import LossDivision, RankLossAction
+from accel_trainer.data.loader import PreparedDataLoader
+from accel_trainer.data.plan import RanksLeft
+from accel_trainer.data.position import Progress
+from accel_trainer.errors import RankLostError
+from accel_trainer.runtime.process import find_survivors, rejoin
+from accel_trainer.runtime.rank_loss import Survivors, has_connections
+from accel_trainer.runtime.rank_watch import is_broken, leave_losses_to, raise_if_theirs
+from accel_trainer.runtime.torch_private import group_timeout, joined_groups
+
+if TYPE_CHECKING:
+    from accel_trainer import Accelerator
+
+logger = logging.get_logger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class LostRanks:
+    """What an Accelerator knows of its updates, so that the ranks that are left can begin the present one again.
+
+    Attributes:
+        takes_windows: whether the windows made by hand are those of a Trainer, which begins its updates again itself.
+        num_shards: of the data of an update: as many as there were ranks when the job began.
+        left: how the updates are shared out since ranks were lost; None before.
+        num_updates: that this rank has applied.
+        num_calls: collectives of the loop that this rank has ended.
+    """
+
+    def __init__(self, accelerator: Accelerator, survivors: Survivors) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self._survivors = survivors
+        self.takes_windows = self._reports = False
+        self._own_rounds = 1
+        self.left: RanksLeft | None = None
+        self.num_shards = accelerator.num_processes
+        self.num_updates = self.num_calls = 0
+        self._is_by_hand = False
+        self._is_in_update = False
+        self._is_calling = False
+        self._trained = weakref.WeakSet[Any]()
+        """Bookmarks of the loaders whose batches are trained."""
+        self._pass: Progress | None = None
+        self._num_in_pass = self._num_yielded = self._num_samples = 0
+        """Updates of the present pass, since it began or was moved; its batches and samples up to the last of them."""
+        survivors.users.add(self)
+        leave_losses_to(self.is_loss, survivors.has_lost)
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> LostRanks | None:
+        """Return those of a job that is to go on without lost ranks; None for another, or where it is one process."""
+        if accelerator.config.launch.on_rank_loss is not RankLossAction.CONTINUE or accelerator.num_processes == 1:
+            return None
+        survivors = find_survivors(accelerator.process)
+        return None if survivors is None else cls(accelerator, survivors)
+
+    # --- what has been done ---------------------------------------------------------------------------------------
+
+    def take_models(self) -> None:
+        """Follow the models that have been prepared by now."""
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        for prepared in accelerator._prepared.units:
+            prepared.unit.guard_forward(self._go_on_in_forward)
+        self.announce()
+
+    @contextmanager
+    def beginning_updates(self, num_rounds: int, *, reports: bool) -> Iterator[None]:
+        """Context of a Trainer's training, which begins updates of so many micro-batches again itself.
+
+        `reports`: rank 0 has trackers open.
+        """
+        self.takes_windows, self._own_rounds, self._reports = True, num_rounds, reports
+        try:
+            yield
+        finally:
+            self.takes_windows = False
+            self._is_by_hand = True
+            self.announce()
+
+    def begin_update(self, num_batches: int) -> int:
+        """Note that an update begins which a Trainer makes of so many batches; return of how many it is made now."""
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        self._is_in_update = True
+        for prepared in accelerator._prepared.units:
+            prepared.unit.begin_update()
+        return num_batches if self.left is None else self.left.num_steps(num_batches * self.num_shards)
+
+    def begin_micro_batch(self, units: list[PreparedUnit]) -> None:
+        """Note that a micro-batch begins; keep the buffers of a model whose update begins with it."""
+        self._is_in_update = True
+        for prepared in units:
+            if prepared.window.held == 1:
+                prepared.unit.begin_update()
+
+    def note_update(self) -> None:
+        """Note that an update has been applied."""
+        self._is_in_update = False
+        self.num_updates += 1
+        accelerator = self._accelerator()
+        loader = None if accelerator is None else accelerator.gradient_state.active_dataloader
+        if loader is None:
+            return
+        current = loader.current_pass
+        assert current is not None
+        if current is not self._pass:
+            self._pass, self._num_in_pass = current, 0
+            self._trained.add(loader.bookmark)
+        self._num_in_pass += 1
+        self._num_yielded, self._num_samples = current.num_yielded, current.samples
+
+    def note_window_by_hand(self) -> None:
+        """Note a backward outside of `accumulate()`: a loop that counts micro-batches itself takes no more of them."""
+        if not (self._is_by_hand or self.takes_windows):
+            self._is_by_hand = True
+            self.announce()
+
+    def announce(self) -> None:
+        """Tell the launcher whether this rank could go on without others."""
+        self._survivors.announce(self._why_never())
+
+    # --- whether to go on -------------------------------------------------------------------------------------------
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Whether an error is that of a collective in which a rank was lost."""
+        return is_broken(error) and self._survivors.knows_loss()
+
+    def _why_never(self) -> str:
+        """Return why no update of this run can be begun again; empty where it can."""
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        trained = [prepared.unit for prepared in accelerator._prepared.units if not prepared.evaluation_only]
+        if accelerator.process.backend != "gloo" or not has_connections():
+            return f"its process group is one of {accelerator.process.backend}, whose collectives cannot be ended"
+        if accelerator.config.accumulation.loss_division is not LossDivision.EXACT:
+            return f"{accelerator.resolved.describe('accumulation.loss_division')} counts micro-batches and ranks"
+        if self._is_by_hand:
+            return "no update is under way, or it has backward() outside of accumulate(), in windows made by hand"
+        if any(optimizer.updates_in_backward for optimizer in accelerator._prepared.optimizers):
+            return "its optimizer updates parameters in the backward"
+        if len(trained) != 1 or len(self._survivors.users) != 1:
+            return f"it trains {len(trained)} models, by {len(self._survivors.users)} Accelerator(s)"
+        return trained[0].why_irreplaceable()
+
+    def _why_not_now(self, lost: frozenset[int]) -> str:
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        if reason := self._why_never():
+            return reason
+        if len(joined_groups()) > 1:
+            return "there are other process groups than the job's, whose connections to the rank are lost, too"
+        if self._survivors.members[0] in lost and (accelerator._trackers.chosen or self._reports):
+            return "its trackers were open on that rank"
+        return self._why_not_shared_out(accelerator)
+
+    def _why_not_shared_out(self, accelerator: Accelerator) -> str:
+        loaders = accelerator.gradient_state.loaders
+        if len(loaders) > 1:
+            return "it was within the loops over several loaders"
+        if loaders and loaders[0].bookmark not in self._trained and not self._is_in_update:
+            return "it was evaluating"
+        reasons = [loader.why_not_shared_out() for loader in {*loaders, *accelerator._prepared.dataloaders}]
+        return next(filter(None, reasons), "") or self._why_not_counted(loaders)
+
+    def _why_not_counted(self, loaders: list[PreparedDataLoader]) -> str:
+        """Return why the samples of the updates of the present pass are not known."""
+        current = loaders[0].current_pass if loaders else None
+        if current is None or current is not self._pass:
+            return ""
+        rounds = self._rounds_per_update
+        expected = self._num_in_pass * (rounds if self.left is None else self.left.num_steps(self.num_shards * rounds))
+        if self._num_yielded != expected and self._num_yielded != current.total:
+            return f"{self._num_in_pass} updates of a pass took {self._num_yielded} batches, and not {expected}"
+        return ""
+
+    @property
+    def _rounds_per_update(self) -> int:
+        """Micro-batches of an update on each of the ranks that the job began with."""
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        if self.left is not None:
+            return self.left.rounds_per_update
+        return self._own_rounds if self.takes_windows else accelerator.gradient_accumulation_steps
+
+    def go_on(self, error: BaseException) -> None:
+        """Begin the present update again, or the present call, with the ranks that are left. They all call it.
+
+        Raises:
+            BaseException: `error`, or what it comes from, where no rank is lost.
+            RankLostError: on all of them: they cannot go on, or are at different updates.
+        """
+        if not self.is_loss(error):
+            raise_if_theirs(error)
+            raise error
+        begin = time.monotonic()
+        accelerator, survivors = self._accelerator(), self._survivors
+        assert accelerator is not None
+        before = survivors.members
+        windows = [prepared.window.held for prepared in accelerator._prepared.units]
+        facts = {
+            "reason": self._why_not_now(survivors.lost.intersection(before)),
+            "place": [self.num_updates, self.num_calls, *windows],
+        }
+        reason = _find_reason(survivors.agree(facts, group_timeout().total_seconds()))
+        gone = ", ".join(str(rank) for rank in before if rank not in survivors.members)
+        if reason:
+            raise RankLostError(
+                f"rank {gone} was lost, and this job cannot go on without it: {reason}. The launcher starts all ranks "
+                "again, where --max_restarts says so"
+            ) from error
+        self._share_out(accelerator)
+        logger.warning(
+            "rank %s of the %d that the launcher has started is lost; the %d that are left go on after update %d, "
+            "after %.1f s",
+            gone, self.num_shards, len(survivors.members), self.num_updates, time.monotonic() - begin,
+        )  # fmt: skip
+
+    def _go_on_in_forward(self, error: RuntimeError) -> None:
+        if self.takes_windows:
+            raise error
+        self.go_on(error)
+
+    def _share_out(self, accelerator: Accelerator) -> None:
+        process, survivors = accelerator.process, self._survivors
+        num_rounds = self._rounds_per_update
+        rejoin(process, survivors)
+        self.left = RanksLeft(num_rounds, process.world_size, process.rank)
+        for prepared in accelerator._prepared.units:
+            prepared.unit.rejoin(in_update=self._is_in_update)
+            if self._is_in_update:
+                prepared.abandon()
+        if self._is_in_update:
+            accelerator.gradient_state.sync_gradients = False
+            if accelerator.nonfinite_guard is not None:
+                accelerator.nonfinite_guard.drop()
+        if not self.takes_windows:
+            accelerator.gradient_accumulation_steps = self.left.num_steps(self.num_shards * num_rounds)
+        self._share_loaders(accelerator, self._num_in_pass * num_rounds)
+        self._is_in_update, self._num_in_pass, self._num_yielded = False, 0, 0
+        self.num_calls = 0
+        self.announce()
+
+    def _share_loaders(self, accelerator: Accelerator, rounds: int) -> None:
+        assert self.left is not None
+        loaders = accelerator.gradient_state.loaders
+        for loader in {*loaders, *accelerator._prepared.dataloaders}:
+            current = loader.current_pass
+            if current is None and loader.bookmark not in self._trained:
+                loader.resize(self.left.num_ranks, self.left.rank)
+            elif current is None or current is self._pass:
+                loader.share_out(self.left, self._num_samples, rounds)
+            else:  # no update of this pass was complete
+                loader.share_out(self.left, current.start[0], 0)
+                self._trained.add(loader.bookmark)
+
+    # --- collectives of the loop -----------------------------------------------------------------------------------
+
+    def call(self, collective: Callable[[], Any]) -> Any:
+        """Return the result of a collective of the loop; where a rank is lost in it, that of the ranks left."""
+        if self._is_calling or self.takes_windows:
+            return collective()
+        self._is_calling = True
+        try:
+            while True:
+                failure: RuntimeError | None = None
+                try:
+                    result = collective()
+                except RuntimeError as error:
+                    failure = error
+                if failure is None:
+                    self.num_calls += 1
+                    return result
+                self.go_on(failure)
+        finally:
+            self._is_calling = False
+
+
+def _find_reason(said: list[dict[str, Any]]) -> str:
+    """Return why ranks cannot go on, by what each of them says; empty where they can. The same on all of them."""
+    reason: str = next((each["reason"] for each in said if each["reason"]), "")
+    if not reason and any(each["place"] != said[0]["place"] for each in said):
+        return "some had completed an update, or a collective, that others had not"
+    return reason
+
+
+def repeated_by_those_left(method: F) -> F:
+    """Have a collective of the Accelerator, where a rank is lost in it, be called again by those left. Decorator."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.lost_ranks is None:
+            return method(self, *args, **kwargs)
+        return self.lost_ranks.call(lambda: method(self, *args, **kwargs))
+
+    return call  # type: ignore[return-value]

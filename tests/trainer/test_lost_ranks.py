@@ -1,0 +1,130 @@
+"""A Trainer goes on without a rank that was killed, in an update, an evaluation or a save."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from accel_trainer.runtime.process import find_rank
+from tests.fault_injection import fault_env
+from tests.ranks import preload, run_ranks
+
+preload("accel_trainer.trainer", "accel_trainer.accelerator", "transformers")
+
+CONTINUE = {"ACCEL_TRAINER_LAUNCH__ON_RANK_LOSS": "continue"}
+
+
+class Regression(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        self.register_buffer("moved", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.moved += 1
+        output = self.body(x)
+        return {"loss": (output - labels).square().mean(), "logits": output}
+
+
+class Callbacks(TrainerCallback):
+    """Notes the losses, and kills a rank at the end of an update."""
+
+    def __init__(self, killed: int) -> None:
+        self.killed = killed
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3 and find_rank() == self.killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(folder: Path, killed: int = -1, num_steps: int = 1, resume: str | None = None) -> Any:
+    """Return the parameters, predictions of the evaluations, and the state's numbers."""
+    from accel_trainer.trainer import Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(56, 4, generator=generator).double()
+    rows = [{"x": each, "labels": each.sum().reshape(1)} for each in x]
+    args = TrainingArguments(
+        str(folder), use_cpu=True, report_to="none", disable_tqdm=True, num_train_epochs=2, learning_rate=0.01,
+        per_device_train_batch_size=2, per_device_eval_batch_size=2, gradient_accumulation_steps=num_steps,
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=4, logging_steps=1,
+    )  # fmt: skip
+    evaluations: list[list[float]] = []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        evaluations.append(sorted(prediction.predictions.flatten().tolist()))
+        return {}
+
+    trainer = Trainer(
+        Regression(), args, train_dataset=rows, eval_dataset=rows[:19], callbacks=[Callbacks(killed)],
+        compute_metrics=compute_metrics,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    state = trainer.state
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    values = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    facts = state.global_step, round(state.epoch, 6), trainer.lr_scheduler.last_epoch
+    return values, evaluations, losses, facts, (trainer.args.world_size, state.is_world_process_zero)
+
+
+@cache
+def undisturbed(folder: Path, num_steps: int) -> Any:
+    return run_ranks(train, 4, folder / "undisturbed", num_steps=num_steps)[0]
+
+
+def check(folder: Path, rank: int, results: list[Any], num_steps: int) -> None:
+    values, evaluations, losses, facts, _ = undisturbed(folder.parent, num_steps)
+    left = [each for each in range(4) if each != rank]
+    for number, each in enumerate(left):
+        found = results[each]
+        assert found[4] == (3, number == 0)
+        assert found[3] == facts
+        for name, value in values.items():
+            assert (found[0][name] - value).abs().max() < 1e-6, name
+        for own, expected in zip(found[1], evaluations, strict=True):
+            assert own == pytest.approx(expected, abs=1e-6)
+        assert found[2][-3:] == pytest.approx(losses[-3:], abs=1e-4)
+
+
+PLACES = {
+    "data": ("data.next", 5),
+    "forward": ("train.forward", 3),
+    "backward": ("train.backward", 3),
+    "optimizer": ("train.opt", 3),
+    "evaluation": ("eval.batch", 1),
+    "gather": ("eval.gather", 1),
+    "save": ("save.before_vote", None),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_updates_and_evaluations_are_those_of_the_run_without_a_loss(place: str, tmp_path: Path) -> None:
+    point, step = PLACES[place]
+    faults = fault_env(f"kill9@{point}:rank=2" + (f":step={step}" if step is not None else ""))
+    results = run_ranks(train, 4, tmp_path, env=CONTINUE | faults, outlives=True, timeout=80)
+    check(tmp_path, 2, results, 1)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_rank_0_is_lost_at_the_end_of_an_update(num_steps: int, tmp_path: Path) -> None:
+    results = run_ranks(train, 4, tmp_path, 0, num_steps, env=CONTINUE, outlives=True, timeout=80)
+    check(tmp_path, 0, results, num_steps)
+
+
+def test_a_checkpoint_of_those_left_goes_on_with_all(tmp_path: Path) -> None:
+    """Also in an epoch whose updates have more micro-batches by then."""
+    run_ranks(train, 4, tmp_path, 1, 2, env=CONTINUE, outlives=True, timeout=80)
+    results = run_ranks(train, 4, tmp_path, -1, 2, str(tmp_path / "checkpoint-4"), timeout=80)
+    values, _, _, facts, _ = undisturbed(tmp_path.parent, 2)
+    assert results[0][3] == facts
+    for name, value in values.items():
+        assert (results[0][0][name] - value).abs().max() < 1e-6, name
