@@ -68,6 +68,7 @@ TINY ?=
 SOAK_ARGS ?=
 # Some of the faults, or a busy machine: make test-faults FAULT_ARGS="--only kill9-.*-Trainer --slack 10"
 FAULT_ARGS ?=
+LOSS_ARGS ?=
 # Some of the families: make test-families FAMILY_ARGS="--only qwen.*"
 FAMILY_ARGS ?=
 # Some of the odd things: make test-odd ODD_ARGS="--only tied.* --on zero3"
@@ -100,6 +101,10 @@ test: $(VENV)/.installed ## run the tests
 .PHONY: test-faults
 test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ...: 576 cases, about 8 minutes
 	$(BIN)/python -m tests.fault_matrix $(FAULT_ARGS)
+
+.PHONY: test-losses
+test-losses: $(VENV)/.installed ## one of four ranks is killed, and the others go on; at random times: LOSS_ARGS="--random 200"
+	$(BIN)/python -m tests.loss_matrix $(LOSS_ARGS)
 
 .PHONY: test-families
 test-families: $(VENV)/.installed ## every family of transformers with a plan for tensor or expert parallelism: two ranks beside one process
