@@ -151,13 +151,7 @@ class Accelerator(
         self._loss_scale = self._build_loss_scale()
         self.device_placement = device_placement
         self.dataloader_config = DataLoaderConfiguration(**dataclasses.asdict(self.config.data))
-        asks_for_steps = self.resolved.source("scheduler_steps").kind is not SourceKind.COMPAT
-        is_counted = asks_for_steps and self.config.scheduler_steps is SchedulerSteps.PER_PROCESS
-        if is_counted and not step_scheduler_with_optimizer:
-            raise ConfigError(
-                f"{self.resolved.describe('scheduler_steps')} lets a schedule step once for each process in an update, "
-                "and step_scheduler_with_optimizer=False whenever the loop steps it; leave one of them out"
-            )
+        self._check_scheduler_steps(step_scheduler_with_optimizer)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.project_configuration = project_config or ProjectConfiguration()
         self.project_configuration.set_directories(project_dir)
@@ -227,6 +221,15 @@ class Accelerator(
             logger.warning("%s on one process: nothing is sharded", self.resolved.describe("strategy"))
         elif self.process.device.type == "cpu":
             logger.warning("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)
+
+    def _check_scheduler_steps(self, step_scheduler_with_optimizer: bool) -> None:
+        asks_for_steps = self.resolved.source("scheduler_steps").kind is not SourceKind.COMPAT
+        is_counted = asks_for_steps and self.config.scheduler_steps is SchedulerSteps.PER_PROCESS
+        if is_counted and not step_scheduler_with_optimizer:
+            raise ConfigError(
+                f"{self.resolved.describe('scheduler_steps')} lets a schedule step once for each process in an update, "
+                "and step_scheduler_with_optimizer=False whenever the loop steps it; leave one of them out"
+            )
 
     def _build_loss_scale(self) -> LossScale | None:
         if not self.precision.loss_scaling:
