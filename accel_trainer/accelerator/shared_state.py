@@ -201,6 +201,13 @@ def stated_waits(resolved: Resolved) -> dict[str, Any]:
     }
 
 
+def _share_attributes(state: Any) -> None:
+    """Have the next instances of its class show the attributes of a state."""
+    # In a dict of their own: Python 3.13.0 keeps attributes within the instance, and its garbage collector clears them
+    # with that one, though the dict that shows them is another's by then: a rank lost its `process.rank` so.
+    state.__dict__ = type(state)._shared_state = dict(vars(state))
+
+
 class PartialState(ProcessView):
     """This process's rank and device, and the calls that need only those; picklable, its values only.
 
@@ -242,7 +249,7 @@ class PartialState(ProcessView):
         self._set_process(process, distributed_type)
         self.debug = resolved is not None and resolved.config.debug
         """Whether collectives that are called as functions compare shapes over the ranks before any data moves."""
-        type(self)._shared_state = self.__dict__
+        _share_attributes(self)
 
     def _set_process(self, process: ProcessContext, distributed_type: DistributedType | None) -> None:
         self.process = process
@@ -361,7 +368,7 @@ class AcceleratorState(PartialState):
         self.parallelism_config = parallelism_config
         self.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin.of(CompileConfig())
         """How prepared models are compiled, with the backend in capitals, as a `DynamoBackend` is."""
-        type(self)._shared_state = self.__dict__
+        _share_attributes(self)
 
     def take_facts(self, distributed_type: DistributedType, fsdp_plugin: Any) -> None:
         """Show the facts of the strategy in force, of which an Accelerator tells."""
@@ -471,7 +478,7 @@ class GradientState:
         if plugin_kwargs is None and self._shared_state:
             self.__dict__ = self._shared_state
             return
-        type(self)._shared_state = self.__dict__
+        _share_attributes(self)
         self.plugin_kwargs = plugin_kwargs or {}
         """Options that the user set of the accumulation plugin, by its field names."""
         self.num_steps = num_steps

@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import weakref
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,19 @@ def test_a_gradient_state_follows_the_step_that_its_accelerator_is_in():
         with accelerator.accumulate(model):
             synced.append((gradients.sync_gradients, gradients.end_of_dataloader))
     assert synced == [(False, False), (True, False), (False, False), (True, True)]
+
+
+def test_a_state_keeps_its_attributes_where_the_one_that_made_them_is_collected(monkeypatch: pytest.MonkeyPatch):
+    # Python 3.13.0 cleared them: a dict that is an instance's own goes with it.
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    monkeypatch.setattr(GradientState, "_shared_state", {})
+    process = replace(Accelerator(cpu=True).process)
+    first = [PartialState(process=process), GradientState({"num_steps": 5})]
+    second = PartialState(process=process), GradientState()
+    first.append(first)  # freed by the collector, and not by its count
+    del first, process
+    gc.collect()
+    assert (second[0].process_index, second[1].plugin_kwargs) == (0, {"num_steps": 5})
 
 
 def states_alone() -> None:
