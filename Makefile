@@ -276,9 +276,10 @@ $(VENV)/.dev: $(VENV)/.installed
 	$(PIP) install --quiet --no-deps --target $(@D) transformers==$* $(NEEDS_$*)
 	@touch $@
 
+# torch up to 2.12 wants an older setuptools than the pinned one; the project's licence, in words, one from 77 on.
 .compat/torch-%.txt: constraints.txt
 	@mkdir -p $(@D)
-	sed 's/^torch==.*/torch==$*/' $< >$@
+	sed 's/^torch==.*/torch==$*/; s/^setuptools==.*/setuptools>=77/' $< >$@
 
 .compat/floors.txt: pyproject.toml tests/release/floors.py | $(VENV)/.created
 	@mkdir -p $(@D)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-SEEN_IN = ("2.11.0", "2.13.0", "2.14.1", "2.15.0")
+SEEN_IN = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """Releases of torch in which all of them were found, but for those of `ABSENT_IN`."""
 ABSENT_IN = {"torch.distributed.fsdp._common_utils.collect_grad_tensors": ("2.11.0",)}
 
