@@ -115,7 +115,7 @@ def train(directory: str, slow_rank: int, phase: str, strategy: str, **arguments
 def run_trial(slow_rank: int, phase: str, strategy: str = "ddp", world_size: int = 2, **arguments: Any) -> Any:
     """Return the figures and the warnings of rank 0, which warns for all."""
     with tempfile.TemporaryDirectory() as directory:
-        return run_ranks(train, world_size, directory, slow_rank, phase, strategy, timeout=120, **arguments)[0]
+        return run_ranks(train, world_size, directory, slow_rank, phase, strategy, timeout=300, **arguments)[0]
 
 
 def main() -> int:

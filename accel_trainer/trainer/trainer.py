@@ -63,6 +63,7 @@ from accel_trainer.trainer.loss import (
     predicts_next_token,
 )
 from accel_trainer.trainer.loss_spikes import LossSpikes
+from accel_trainer.trainer.memory_account import explaining_memory
 from accel_trainer.trainer.preparation import (
     ModelPreparation,
     TakenArguments,
@@ -307,6 +308,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         try:
             with (
                 failing_together(),
+                explaining_memory(self),
                 self.stop_signals,
                 # Before _resuming(), which asks for the accumulation that this sets: a save within an update needs it.
                 keeping_global_batch(self),

@@ -1,0 +1,97 @@
+"""What memory was taken for where it ran out, and the cheapest changes with the peaks that follow from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from accel_trainer import logging
+from accel_trainer.checkpoint.shards import local_tensor
+from accel_trainer.runtime.memory import is_out_of_memory, peak_memory
+
+if TYPE_CHECKING:
+    from accel_trainer import Trainer
+
+logger = logging.get_logger(__name__)
+
+_REQUEST = re.compile(r"Tried to allocate ([\d.]+) (GiB|MiB|KiB|bytes)")
+_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "bytes": 1}
+REST = "activations, temporaries and the rest"
+
+
+@contextmanager
+def explaining_memory(trainer: Trainer) -> Iterator[None]:
+    """Add the account of this rank to an error of a training that says that memory ran out. Not collective."""
+    try:
+        yield
+    except Exception as error:
+        if trainer.is_in_train and is_out_of_memory(error):
+            try:
+                error.add_note(_account(trainer, str(error)))
+            except Exception as other:  # a half-built model, or a device that fails: the error itself is what counts
+                logger.info("no account of the memory (%s: %s)", type(other).__name__, other)
+        raise
+
+
+def _account(trainer: Trainer, message: str) -> str:
+    accelerator = trainer.accelerator
+    parameters = [local_tensor(p) for p in trainer.model_wrapped.parameters()]
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    values = [value for state in getattr(optimizer, "state", {}).values() for value in state.values()]
+    states = [local_tensor(value) for value in values if isinstance(value, Tensor)]
+    on_device = [state for state in states if state.device.type == accelerator.device.type]
+    trained = [local_tensor(p) for p in trainer.model_wrapped.parameters() if p.requires_grad]
+    sizes = {
+        "weights": sum(each.nbytes for each in parameters),
+        "gradients": sum(each.nbytes for each in trained),
+        "optimizer state": sum(each.nbytes for each in on_device),
+    }
+    found = _REQUEST.search(message)
+    request = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    peak = peak_memory(accelerator.device) or 0
+    facts = accelerator.strategy.capabilities
+    replicas = 1 if facts.shards_parameters or facts.builds_engine else accelerator.num_processes
+    lines = [f"rank {accelerator.process.rank}: {describe_peak(sizes, peak)}"]
+    rows, steps = trainer._train_batch_size, trainer.args.gradient_accumulation_steps
+    lines += advise(sizes, peak, request, rows=rows, num_steps=steps, replicas=replicas)
+    return "\n".join(lines)
+
+
+def describe_peak(sizes: Mapping[str, float], peak: float) -> str:
+    """Return the peak in GiB by what it was for; `sizes` in bytes of what is there all the time."""
+    parts = {**sizes, REST: max(peak - sum(sizes.values()), 0)}
+    return f"{_gib(peak)} at the peak: {', '.join(f'{_gib(size)} {name}' for name, size in parts.items())}"
+
+
+def advise(
+    sizes: Mapping[str, float], peak: float, request: float, *, rows: int, num_steps: int, replicas: int
+) -> list[str]:
+    """Return the cheapest changes in words, cheapest first, with about the peak of each until the same place.
+
+    Args:
+        sizes: bytes that do not depend on the batch: weights, gradients and optimizer state.
+        peak: bytes at most, until the request that failed.
+        request: its bytes; 0 where they are not known.
+        rows: of a micro-batch on this rank.
+        num_steps: micro-batches of an update.
+        replicas: ranks that each hold all of `sizes`.
+    """
+    fixed = sum(sizes.values())
+    rest = max(peak - fixed, 0) + request
+    advice: list[tuple[str, Any]] = []
+    if rows > 1:
+        half = rows // 2
+        text = f"per_device_train_batch_size={half} with gradient_accumulation_steps={-(-rows * num_steps // half)}"
+        advice.append((f"{text}, the same update", fixed + rest * half / rows))
+    if replicas > 1:
+        advice.append((f"fsdp=True, which shards all but the rest over {replicas} ranks", fixed / replicas + rest))
+    found = [f"  {text}: about {_gib(size)}" for text, size in advice]
+    return [*found, "  activation_checkpointing and other layouts: accel-trainer estimate plans their peaks"]
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
