@@ -84,9 +84,9 @@ def advise(
     rest = max(peak - fixed, 0) + request
     advice: list[tuple[str, Any]] = []
     if rows > 1:
-        half = rows // 2
-        text = f"per_device_train_batch_size={half} with gradient_accumulation_steps={-(-rows * num_steps // half)}"
-        advice.append((f"{text}, the same update", fixed + rest * half / rows))
+        fewer = next(number for number in range(rows // 2, 0, -1) if rows * num_steps % number == 0)
+        text = f"per_device_train_batch_size={fewer} with gradient_accumulation_steps={rows * num_steps // fewer}"
+        advice.append((f"{text}, the same update", fixed + rest * fewer / rows))
     if replicas > 1:
         advice.append((f"fsdp=True, which shards all but the rest over {replicas} ranks", fixed / replicas + rest))
     found = [f"  {text}: about {_gib(size)}" for text, size in advice]

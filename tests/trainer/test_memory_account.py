@@ -30,6 +30,9 @@ def test_changes_come_with_the_peak_that_follows():
         "  fsdp=True, which shards all but the rest over 8 ranks: about 41.00 GiB",
         "  activation_checkpointing and other layouts: accel-trainer estimate plans their peaks",
     ]
+    # Of five rows no half is the same update.
+    (first, *_) = advise(_SIZES, 70 * _GIB, 0, rows=5, num_steps=1, replicas=1)
+    assert first.startswith("  per_device_train_batch_size=1 with gradient_accumulation_steps=5, the same update")
     assert len(advise(_SIZES, 70 * _GIB, 0, rows=1, num_steps=1, replicas=1)) == 1
 
 
