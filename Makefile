@@ -39,6 +39,8 @@ NEEDS_5.20.0 :=
 RAY := ray==2.60.0 tensorboardx==2.6.5
 # In an environment of its own: it wants other versions of what the tests have.
 SKYPILOT := skypilot==0.14.1
+# Debian's packages with slurmctld, slurmd, the commands and the libraries they load.
+SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins libmunge2 libhwloc15 libnuma1 liblz4-1 libpmix2
 
 # A client and a server of S3 for tests/stores.
 STORES := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5
@@ -138,6 +140,10 @@ test-ray: $(VENV)/.installed .compat/ray/.installed ## run the tests with a loca
 .PHONY: test-skypilot
 test-skypilot: $(VENV)/.installed .compat/skypilot/.installed ## read printed tasks with SkyPilot's own parser
 	$(PYTEST) tests/contrib/test_skypilot.py
+
+.PHONY: test-slurm
+test-slurm: $(VENV)/.installed .compat/slurm/.installed ## run printed jobs under a real SLURM of two nodes on the loopback
+	$(PYTEST) tests/contrib/test_slurm.py
 
 .PHONY: test-stores
 test-stores: $(VENV)/.installed .compat/stores/.installed ## run the tests with an object store on the loopback
@@ -264,6 +270,13 @@ $(VENV)/.dev: $(VENV)/.installed
 	rm -rf $(@D)
 	$(BIN)/python -m venv $(@D)
 	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet $(SKYPILOT)
+	@touch $@
+
+# Unpacked, not installed. Where apt has no lists yet: apt-get update.
+.compat/slurm/.installed: Makefile
+	rm -rf $(@D)
+	mkdir -p $(@D)
+	cd $(@D) && apt-get download $(SLURM) && for package in *.deb; do dpkg -x $$package .; done && rm *.deb
 	@touch $@
 
 .compat/stores/.installed: Makefile | $(VENV)/.torch

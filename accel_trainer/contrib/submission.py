@@ -149,8 +149,7 @@ def _name(script: str) -> str:
 
 
 def _fill(template: str, values: dict[str, Any]) -> str:
-    text = Path(__file__).with_name(template).read_text(encoding="utf-8")
-    return re.sub(r"\n{2,}(?= )", "\n", Template(text).substitute(values))  # an empty list leaves an empty line
+    return Template(Path(__file__).with_name(template).read_text(encoding="utf-8")).substitute(values)
 
 
 def _resources(text: str) -> dict[str, str]:
@@ -260,8 +259,8 @@ def _claims(job: _Job) -> tuple[str, str]:
     """Return the lines of a container's mounts, and of its pod's volumes."""
     mounts, volumes = "", ""
     for index, (folder, claim) in enumerate(job.volumes.items()):
-        mounts += f"{' ' * 18}- {{name: volume-{index}, mountPath: {folder}}}\n"
-        volumes += f"{' ' * 14}- name: volume-{index}\n{' ' * 16}persistentVolumeClaim: {{claimName: {claim}}}\n"
+        mounts += f"\n{' ' * 18}- {{name: volume-{index}, mountPath: {folder}}}"
+        volumes += f"\n{' ' * 14}- name: volume-{index}\n{' ' * 16}persistentVolumeClaim: {{claimName: {claim}}}"
     return mounts, volumes
 
 
@@ -308,5 +307,5 @@ def _skypilot(job: _Job, options: Options) -> dict[str, Any]:
         "resources": json.dumps(resources),
         "volumes": json.dumps(mounts),
         "secrets": json.dumps(dict.fromkeys(job.secrets)),
-        "command": f"exec accel-trainer launch {machines}{words}",
+        "command": indent(f"exec accel-trainer launch {machines}{words}", "  "),
     }

@@ -81,6 +81,13 @@ def _slurm_tasks_on_this_node(environ: Mapping[str, str], world_size: int) -> in
 
 def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     """Return srun's answer; None for a step of one task, which stands alone."""
+    if (components := _integer(environ, "SLURM_HET_SIZE", 1)) > 1:
+        # A plain srun starts the first component alone, and the nodes of the others would idle.
+        raise ProcessGroupError(
+            f"SLURM_HET_SIZE is {components}: this is a step of a heterogeneous job, whose components have nodes of "
+            "their own kind each, and here all nodes of a job run as many ranks; give sbatch one component, or unset "
+            "SLURM_HET_SIZE where this step is a job by itself"
+        )
     rank, world_size = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_STEP_NUM_TASKS")
     node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     address = environ.get("MASTER_ADDR") or (first_slurm_host(node_list) if node_list else None)
@@ -143,7 +150,8 @@ def find_launch_info(environ: Mapping[str, str]) -> LaunchInfo | None:
     None when no launcher started this process.
 
     Raises:
-        ProcessGroupError: the variables of a launcher are incomplete or contradict each other.
+        ProcessGroupError: the variables of a launcher are incomplete, contradict each other, or are those of a
+            heterogeneous job.
     """
     info = None
     if "RANK" in environ or ("WORLD_SIZE" in environ and "LOCAL_RANK" in environ):

@@ -56,11 +56,11 @@ def test_a_slurm_script_asks_for_the_machines_of_the_job(capsys: pytest.CaptureF
         "requeue",
         "signal=USR1@180",
     ]
-    assert "srun --kill-on-bad-exit=1 --cpu-bind=none \\\n" in text
+    assert "srun --kill-on-bad-exit=0 --cpu-bind=none \\\n" in text
     text = printed(capsys, "--print=slurm", *JOB, "--cpu", "--num_cpu_threads_per_process", "3", "train_it.py")
     assert "gpus" not in text
     assert "#SBATCH --cpus-per-task=6\n" in text
-    assert "srun --kill-on-bad-exit=1 --cpus-per-task=6 \\\n" in text
+    assert "srun --kill-on-bad-exit=0 --cpus-per-task=6 \\\n" in text
 
 
 def test_a_slurm_script_runs_the_command_and_requeues_a_job_that_has_saved(
@@ -186,20 +186,10 @@ def test_the_schema_refuses_a_field_that_does_not_exist(capsys: pytest.CaptureFi
 def test_a_task_of_skypilot_has_machines_bucket_secrets_and_recovery(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    script = ["train_it.py", "1\n\n 'e\""]
     words = ["--resources", "accelerators=H100,use_spot=true,infra=aws", "--volume", "s3://bucket:/runs"]
-    text = printed(
-        capsys,
-        "--print",
-        "skypilot",
-        *words,
-        "--secret",
-        "HF_TOKEN",
-        "--image",
-        "me/x:1",
-        *JOB,
-        "train_it.py",
-        "1 'e\"",
-    )
+    words += ["--secret", "HF_TOKEN", "--image", "me/x:1"]
+    text = printed(capsys, "--print", "skypilot", *words, *JOB, *script)
     task = yaml.safe_load(text)
     assert (task["name"], task["num_nodes"], task["secrets"]) == ("train-it", 2, {"HF_TOKEN": None})
     assert task["file_mounts"] == {"/runs": {"source": "s3://bucket", "mode": "MOUNT_CACHED"}}
@@ -210,11 +200,11 @@ def test_a_task_of_skypilot_has_machines_bucket_secrets_and_recovery(
         "image_id": "docker:me/x:1",
         "job_recovery": {"max_restarts_on_errors": 3, "recover_on_exit_codes": [85]},
     }
-    environ = write_program(folder, "accel-trainer", 'printf "%s\n" "$@" > words.txt; exit 85')
+    environ = write_program(folder, "accel-trainer", 'printf "%s\\0" "$@" > words.txt; exit 85')
     variables = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NUM_NODES": "2"}
     assert subprocess.run(["bash", "-c", task["run"]], env={**environ, **variables}).returncode == 85
     machines = ["--machine_rank", "1", "--main_process_ip", "10.0.0.7", "--main_process_port", "29500"]
-    assert (folder / "words.txt").read_text().splitlines() == ["launch", *machines, *JOB, "train_it.py", "1 'e\""]
+    assert (folder / "words.txt").read_text().split("\0") == ["launch", *machines, *JOB, *script, ""]
     task = yaml.safe_load(printed(capsys, "--print", "skypilot", "--cpu", "--num_processes", "2", "train_it.py"))
     assert task["run"] == "exec accel-trainer launch --cpu --num_processes 2 train_it.py\n"
     assert list(task["resources"]) == ["job_recovery"]

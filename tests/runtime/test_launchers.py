@@ -137,6 +137,7 @@ def test_an_unreadable_slurm_node_list_is_refused():
         (without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK is not set although"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "x"}, "OMPI_COMM_WORLD_LOCAL_SIZE='x' is not an integer"),
         (OPEN_MPI | {"MASTER_PORT": ""}, "MASTER_PORT='' is not an integer"),
+        (SLURM | {"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE is 2: this is a step of a heterogeneous job"),
     ],
 )
 def test_incomplete_and_contradictory_variables_are_refused(environ: dict[str, str], message: str):
