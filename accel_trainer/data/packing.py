@@ -372,7 +372,8 @@ class PackingCollator:
             names = sample if self.columns is None else self.columns
             sample = {name: value for name, value in sample.items() if name in names and value is not None}
         if self.collate_document is not None:
-            sample = {name: value[0] for name, value in self.collate_document([sample]).items()}
+            made = self.collate_document([sample])
+            sample = {name: value[0] for name, value in made.items() if value is not None}
         return sample
 
     def _read(self, sample: Any) -> dict[str, Any]:
@@ -416,6 +417,7 @@ def _stack(documents: list[list[dict[str, Any]]], name: str, width: int, fill: i
 # --- the model --------------------------------------------------------------------------------------------------------
 
 _NUM_TOKENS = 5
+_FLEX = "flex_attention"
 _WAY_OUT = "leave packing and padding_free out for it"
 
 
@@ -431,7 +433,7 @@ def check_packing(model: nn.Module, collator: PackingCollator | None = None, *, 
         device: of the inputs; that of the parameters for None.
 
     Raises:
-        ConfigError: it takes no positions; or its documents are not what they are alone.
+        ConfigError: it takes no positions; its documents are not what they are alone; or it cannot be trained there.
     """
     bare = _unwrapped(model)
     name = type(bare).__name__.removeprefix("FSDP")
@@ -441,6 +443,11 @@ def check_packing(model: nn.Module, collator: PackingCollator | None = None, *, 
         raise ConfigError(
             f"{name} takes no position_ids, by which packed documents are told apart; {_WAY_OUT}, or use a model that "
             "does"
+        )
+    device = next(bare.parameters()).device if device is None else torch.device(device)
+    if device.type == "cpu" and getattr(getattr(bare, "config", None), "_attn_implementation", None) == _FLEX:
+        raise ConfigError(
+            f"{name} has attn_implementation={_FLEX!r}, of which torch has no backward on CPUs; train with 'sdpa' there"
         )
     found = _compare(model, bare, collator or PackingCollator(), device)
     if found is not None:
@@ -467,7 +474,6 @@ def _compare(model: nn.Module, bare: Any, collator: PackingCollator, device: Any
     sizes = [module.num_embeddings for module in bare.modules() if isinstance(module, nn.Embedding)]
     vocabulary = sizes[0] if sizes else 2
     first, other, second = ([(start + 7 * token) % vocabulary for token in range(_NUM_TOKENS)] for start in (3, 5, 11))
-    device = next(bare.parameters()).device if device is None else device
 
     def logits_of(rows: list[list[list[int]]]) -> Tensor:
         plain = PackingCollator(

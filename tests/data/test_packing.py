@@ -422,6 +422,12 @@ def test_a_model_for_which_documents_are_elsewhere_is_refused() -> None:
         check_packing(moved(causal("gpt2", **{**GPT2, "n_positions": 512})))
 
 
+def test_flex_attention_is_refused_on_cpus_before_its_first_batch() -> None:
+    model = causal("llama", "flex_attention", **SIZES)
+    with pytest.raises(ConfigError, match=r"Llama.* has attn_implementation='flex_attention', .* with 'sdpa'"):
+        check_packing(model)
+
+
 def test_a_model_without_positions_is_refused() -> None:
     class Bag(nn.Module):
         def forward(self, input_ids: Tensor) -> Tensor:

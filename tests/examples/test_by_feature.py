@@ -46,6 +46,7 @@ EXPECTED = {
     "profiling": ([], r"ProfilerStep\* (.*\n)+.*aten::"),
     "several_models": (["--epochs", "1"], r"epoch 0: discriminator \d\.\d+, generator \d\.\d+"),
     "several_optimizers": ([], r"accuracy 0\.[789]\d+"),
+    "streaming": (["--stop_after", "5"], r"epoch 0: (160|320) digits, a stop, \d+ digits, 1797 in all"),
     "token_weighted_loss": (
         ["--epochs", "2"],
         r"epoch 0: loss 1\.\d+ over 1503 tokens\n.*epoch 1: loss 0\.\d+ over 1503",
