@@ -144,6 +144,16 @@ def test_one_process_gives_the_numbers_of_stock_and_resumes(folder: Path, kind: 
     assert (folder / "ours" / "README.md").is_file()  # TRL's own, of its _save_checkpoint
 
 
+def test_packing_in_trls_arguments_is_trls_own(tmp_path: Path):
+    save_llama(str(tmp_path / "model"))
+    options = {"packing": True, "max_length": 64}
+    ours, resumed = run("sft", str(tmp_path / "ours"), eval_loss_weighting="batch", **options)
+    stock, _ = run("sft", str(tmp_path / "stock"), is_stock=True, **options)
+
+    assert_equal(ours, stock, tolerance=1e-6)
+    assert_equal(resumed, ours)
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize("kind", sorted(OURS))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
