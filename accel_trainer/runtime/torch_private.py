@@ -67,7 +67,6 @@ _NOT_CLEARED = "not cleared: after find_executable_batch_size() has made a new g
 _RING_GONE = f"{_REFUSED}: parallel.cp_size"
 _PLANNED = "`accel-trainer estimate` counts no operations of mixtures of experts, or of attention on CPUs"
 _EXPOSED = "`accel-trainer estimate` says that the computation waits for FSDP2's parameters"
-_CONTEXT = "torch.distributed.elastic.multiprocessing.api.SubprocessContext"
 _NOT_OUTLIVED = f"{_REFUSED}: where a rank is lost, by `accel-trainer launch --on_rank_loss continue`"
 PRIVATE_NAMES = {
     **{f"torch._foreach_{name}_": _FOREACH for name in ("add", "clamp_max", "clamp_min", "copy", "mul", "zero")},
@@ -108,7 +107,6 @@ PRIVATE_NAMES = {
         }.items()
     },
     f"{_AGENT}._pcontext": _NOT_OUTLIVED,
-    f"{_CONTEXT}._running_local_ranks": _NOT_OUTLIVED,
     **{
         f"torch.nn.parallel.DistributedDataParallel.{name}": f"{_REFUSED}: by on_rank_loss 'continue'"
         for name in ("_update_process_group", "_sync_buffers")
@@ -449,9 +447,9 @@ def guard_buffers(replicas: nn.parallel.DistributedDataParallel, on_error: Calla
 
 def forget_worker(agent: SimpleElasticAgent, local_rank: int) -> None:
     """Have torch's elastic agent go on without one of its workers, which has ended."""
-    context = _need(agent, f"{_AGENT}._pcontext")
-    _need(context, f"{_CONTEXT}._running_local_ranks").discard(local_rank)
-    context.subprocess_handlers[local_rank].proc.poll()  # which reaps it
+    worker = _need(agent, f"{_AGENT}._pcontext").subprocess_handlers[local_rank].proc
+    worker.wait()
+    worker.returncode = 0  # as the agent takes one that has come to its end
 
 
 def is_exchange_open(replicas: nn.parallel.DistributedDataParallel) -> bool:
