@@ -97,6 +97,7 @@ def plain_losses() -> list[float]:
     return losses[7::8]
 
 
+@pytest.mark.slow
 def test_a_loop_whose_worker_dies_goes_on_and_later_on_another_number_of_workers(
     tmp_path: Path, plain_losses: list[float]
 ) -> None:
