@@ -101,7 +101,7 @@ test: $(VENV)/.installed ## run the tests
 	$(PYTEST) $(or $(TESTS),$(SHARED))
 
 .PHONY: test-faults
-test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ...: 576 cases, about 8 minutes
+test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ...: 588 cases, about 8 minutes
 	$(BIN)/python -m tests.fault_matrix $(FAULT_ARGS)
 
 .PHONY: test-losses

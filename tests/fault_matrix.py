@@ -49,6 +49,8 @@ PLACES = {
 KINDS = ("raise", "kill9", "term", "stop", "exit0", "sleep", "gil", "nan")
 FRONTS = ("native", "Trainer")
 STRATEGIES = ("ddp", "fsdp2")
+BACKGROUND = "background"
+"""A Trainer whose saves are written by a thread, and copied to a store: the faults of that thread."""
 BOTH = -1
 """In the place of a rank."""
 POLL_SECONDS = 0.1
@@ -79,7 +81,10 @@ class Case(NamedTuple):
 
 
 def cases(kinds: Iterable[str] = KINDS) -> Iterator[Case]:
-    return itertools.starmap(Case, itertools.product(kinds, PLACES, (0, 1), FRONTS, STRATEGIES))
+    kinds = list(kinds)
+    yield from itertools.starmap(Case, itertools.product(kinds, PLACES, (0, 1), FRONTS, STRATEGIES))
+    ends = [kind for kind in kinds if kind in ("raise", "kill9", "exit0")]
+    yield from itertools.starmap(Case, itertools.product(ends, ["save"], (0, 1), [BACKGROUND], STRATEGIES))
 
 
 # --- the job ---------------------------------------------------------------------------------------------------------
@@ -219,6 +224,7 @@ def trainer_job(fault: Fault, folder: Path) -> list[float]:
         per_device_train_batch_size=2, per_device_eval_batch_size=2, eval_strategy="steps", eval_steps=2,
         save_strategy="steps", save_steps=2, learning_rate=0.01, on_nonfinite=action,
         **({"fsdp": "full_shard auto_wrap"} if fault.case.strategy == "fsdp2" else {}),
+        **({"save_async": True, "checkpoint_uri": f"file://{folder}/store"} if fault.case.front == BACKGROUND else {}),
     )  # fmt: skip
     trainer = Trainer(
         model, args, train_dataset=train_rows, eval_dataset=eval_rows, data_collator=collate,
@@ -390,7 +396,11 @@ def promise_of(case: Case) -> Promise:
         rf"(Rank {other}|This rank \({other}\)) (stopped with it|has waited in \w+ for \d+ s)"
     )
     silent = r"does not answer \(stopped, killed, or in a call that keeps the interpreter's lock\)"
-    sleeps = "is in " + re.escape(_SLEEPS_IN[case.front][case.place]) + r"\w+ \(\w+\.py:\d+\): update \d"
+    sleeps = (
+        "is in "
+        + re.escape(_SLEEPS_IN.get(case.front, {}).get(case.place, "save, "))
+        + r"\w+ \(\w+\.py:\d+\): update \d"
+    )
     return {
         "raise": Promise(1, 1, failed, 2.0),
         "kill9": Promise(None, 1, gone, GONE_SECONDS),
