@@ -166,6 +166,7 @@ class Options:
     secret: str | None = _of_job("Kubernetes' Secrets or SkyPilot's variables that its processes get", "A,B")
     volume: str | None = _of_job("claims, or SkyPilot's buckets, and where they are mounted", "SOURCE:/FOLDER,...")
     no_python: bool = _own("the script is a program of its own: start it without python")
+    as_accelerate: bool = _own("in the script, `import accelerate` gives this package, whether or not it is installed")
     use_parallelism_config: bool = _own("taken; the sizes say it themselves")
     flags: dict[str, Any] = field(default_factory=dict)
     """Values by dotted path, as they were written."""

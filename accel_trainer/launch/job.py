@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from pathlib import Path
 
 from accel_trainer.config import LaunchConfig, Resolved, Source, SourceKind, read_file, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE, PRECISION_VARIABLE
@@ -48,6 +49,8 @@ _WITHOUT_GROUP = ("auto", "single")
 UNBOUND = ("ddp", "fsdp2")
 """Strategies for any number of processes that check no configuration: to ask them costs an import of torch, too."""
 _CHECKS = "accel_trainer.contrib.self_check"
+STAND_IN = str(Path(__file__).resolve().parents[1] / "stand_in")
+"""The folder in which Python finds this package as `accelerate`, with the metadata of the release it stands for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,8 @@ def plan_job(options: Options, environ: Mapping[str, str]) -> Job:
     num_local = num_processes // launch.num_machines if hosts is None else hosts.num_local_processes
     interface = _interface(launch, hosts) if needs_group else None
     environment = worker_environment(environ, resolved, launch_text, num_local, interface)
+    if options.as_accelerate:
+        environment = with_stand_in(environment)
     if is_rank:
         environment |= {name: environ[name] for name in _RANK_VARIABLES if name in environ}
     return Job(resolved, command, environment, num_local, needs_group, hosts, outer)
@@ -289,6 +294,12 @@ def _check_module(name: str, environ: Mapping[str, str]) -> None:
                 "leave out -m for a script"
             )
         path = list(spec.submodule_search_locations or ())
+
+
+def with_stand_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a program in which `import accelerate` gives this package, also in those it starts."""
+    others = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", STAND_IN)]
+    return {**environ, "PYTHONPATH": os.pathsep.join([STAND_IN, *others])}
 
 
 def _num_processes(resolved: Resolved) -> int:

@@ -18,14 +18,15 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import pytest
 
+from accel_trainer.launch.job import STAND_IN
 from tests.ranks import RankFailure, run_ranks
 
 PROCESSES: dict[str, tuple[int, ...]] = {
@@ -63,28 +64,19 @@ def find_accelerate() -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
-class _InItsPlace(MetaPathFinder, Loader):
-    """Finds our modules under accelerate's names, and of accelerate itself `test_utils` alone."""
+class _TestUtils(MetaPathFinder):
+    """Finds accelerate's own `test_utils`, which is not among what stands in for it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         package, _, name = fullname.partition(".")
-        if package != "accelerate":
+        if package != "accelerate" or name.partition(".")[0] != "test_utils":
             return None
-        if name.partition(".")[0] != "test_utils":
-            return ModuleSpec(fullname, self)
         file = self._directory.joinpath(*name.split("."))
         file, inside = (file / "__init__.py", [str(file)]) if file.is_dir() else (file.with_suffix(".py"), None)
         return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=inside)
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        """Leave it to the import system: `exec_module` puts ours in its place."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        sys.modules[name] = importlib.import_module(name.replace("accelerate", "accel_trainer", 1))
 
 
 def run_here(script: str) -> dict[str, str]:
@@ -93,7 +85,8 @@ def run_here(script: str) -> dict[str, str]:
     assert directory is not None
     for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
         del sys.modules[name]  # transformers has imported it, where another file's preload imported transformers
-    sys.meta_path.insert(0, _InItsPlace(directory))
+    sys.path.insert(0, STAND_IN)
+    sys.meta_path.insert(0, _TestUtils(directory))
     found: dict[str, str] = {}
     with contextlib.redirect_stdout(io.StringIO()):
         if script == "test_merge_weights":  # it has no main()
