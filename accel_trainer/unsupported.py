@@ -13,10 +13,11 @@ __all__ = ["explain_missing", "explain_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OPTIONS = {
+REFUSED_OPTIONS = {
     "megatron_lm_plugin": "Megatron-LM",
     "torch_tp_plugin": "tensor parallelism in a form of old, now ParallelismConfig(tp_size=...)",
 }
+"""Arguments of accelerate's Accelerator, and what they ask for."""
 
 _FP8 = "TransformerEngine and MS-AMP are not offered; fp8 is torchao's: mixed_precision='fp8', with AORecipeKwargs"
 _RECIPES = ("FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
@@ -53,10 +54,11 @@ def explain_options(init: F) -> F:
         for name, value in options.items():
             if name not in known:
                 raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}{did_you_mean(name, known)}")
-            if name in _OPTIONS and value is not None:
+            if name in REFUSED_OPTIONS and value is not None:
                 raise ConfigError(
-                    f"Accelerator({name}=...) asks for {_OPTIONS[name]}, which this version does not offer; leave it "
-                    "out, and shard with FullyShardedDataParallelPlugin or DeepSpeedPlugin where the model does not fit"
+                    f"Accelerator({name}=...) asks for {REFUSED_OPTIONS[name]}, which this version does not offer; "
+                    "leave it out, and shard with FullyShardedDataParallelPlugin or DeepSpeedPlugin where the model "
+                    "does not fit"
                 )
         init(self, *args, **options)
 

@@ -39,6 +39,11 @@ COMMANDS = {
         "launch.config_file:config_parser",
         "make a configuration file from a few answers (config default: without)",
     ),
+    "check": Command(
+        "contrib.check.command:run_check",
+        "contrib.check.command:check_parser",
+        "say what of a script or a configuration for accelerate or transformers works, and what changes",
+    ),
     "convert": Command(
         "contrib.deepspeed_fsdp:run_convert",
         "contrib.deepspeed_fsdp:convert_parser",

@@ -17,8 +17,8 @@ from accel_trainer.launch.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (
-    "launch, test, config, convert, convert-config, to-fsdp2, ckpt, merge-weights, report, estimate, estimate-memory, "
-    "data, explain, completion, env"
+    "launch, test, config, check, convert, convert-config, to-fsdp2, ckpt, merge-weights, report, estimate, "
+    "estimate-memory, data, explain, completion, env"
 )
 
 

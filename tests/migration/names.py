@@ -5,11 +5,13 @@ Of docs/migration.md it writes three tables: modules, and accelerate's own tests
     python -m tests.migration.names      # make names
 
 `accelerate_1_15.json` holds the names, parameters, members and methods of release 1.15.0 by module; they are facts of
-that release. `differences.json` holds our reasons, by `module.name` or `module.*`: "different" for what exists and is
-not the same, "absent" for what does not. "lacking" has the parameters and members that are covered by a "different";
-"behaviour" those tests of accelerate 1.15.0 that pass there and not here, with the reason, and a test of ours that
-shows it where there is one; "scripts" the checks of test scripts inside accelerate that deviate, by numbers of
-processes (test_accelerate_scripts.py runs them). Names that refuse to be imported have a reason in `unsupported.py`.
+that release. Two files named `differences.json` hold our reasons, by `module.name` or `module.*`. That of
+`accel_trainer/contrib/check` has "different" for what exists and is not the same, "absent" for what does not. That of
+this folder has "lacking", the parameters and members that are covered by a "different"; "behaviour", those tests of
+accelerate 1.15.0 that pass there and not here, with the reason, and a test of ours that shows it where there is one;
+"scripts", the checks of test scripts inside accelerate that deviate, by numbers of processes
+(test_accelerate_scripts.py runs them). Names that refuse to be imported have a reason in `unsupported.py`; meanings
+that change are those of `contrib/check/changes.py`.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_trainer.contrib.check.changes import CHANGES
+from accel_trainer.contrib.check.names import differences
+
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "accelerate_names.md"
 RECORDED: dict[str, dict[str, dict[str, Any]]] = json.loads((HERE / "accelerate_1_15.json").read_text())
 CALLS: dict[str, dict[str, Any]] = json.loads((HERE / "calls_1_15.json").read_text())
-DIFFERENCES: dict[str, Any] = json.loads((HERE / "differences.json").read_text())
+DIFFERENCES: dict[str, Any] = differences() | json.loads((HERE / "differences.json").read_text())
 MIGRATION = PAGE.with_name("migration.md")
-TABLES = ("modules", "behaviour", "scripts")
+TABLES = ("changes", "modules", "behaviour", "scripts")
 """Parts of docs/migration.md between two comments of these names."""
 
 
@@ -165,6 +170,17 @@ def render(compared: list[Compared]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def render_changes() -> str:
+    """Return the table of meanings that change, as `accel-trainer check` knows them."""
+    lines = ["| call | what differs | instead |", "|---|---|---|"]
+    for each in CHANGES:
+        name, _, value = each.keyword.partition("=")
+        argument = f"{name}={value or '...'}" if name else ""
+        ways = f"{each.instead}; or `compat`" if each.by_compat else each.instead
+        lines.append(f"| `{each.call}({argument})` | {each.words} | {ways} |")
+    return "\n".join(lines)
+
+
 def render_modules(compared: list[Compared]) -> str:
     """Return the table of accelerate's modules: how many names are the same, different on purpose, and not here."""
     lines = ["| module | the same | different on purpose | not here |", "|---|---|---|---|"]
@@ -198,7 +214,9 @@ def render_scripts() -> str:
 
 def with_tables(page: str, compared: list[Compared]) -> str:
     """Return docs/migration.md with its tables written anew."""
-    for name, table in zip(TABLES, (render_modules(compared), render_behaviour(), render_scripts()), strict=True):
+    for name, table in zip(
+        TABLES, (render_changes(), render_modules(compared), render_behaviour(), render_scripts()), strict=True
+    ):
         begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
         head, _, rest = page.partition(begin)
         page = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
