@@ -180,8 +180,9 @@ def test_accelerate_is_no_requirement_and_datasets_and_evaluate_come_with_the_ex
 
 
 IMPORT_NAMES = {"prompt-toolkit": "prompt_toolkit", "pyyaml": "yaml"}
-LEFT_TO_THE_USER = {"bitsandbytes", "optuna", "peft", "pydantic", "pynvml", "ray", "transformer_engine"}
-"""Imported only after the user's own code has: a model's adapter, a search, Ray; DeepSpeed brings pydantic."""
+LEFT_TO_THE_USER = {"bitsandbytes", "optuna", "peft", "pyarrow", "pydantic", "pynvml", "ray", "transformer_engine"}
+"""Imported only after the user's own code has: a model's adapter, a search, Ray; DeepSpeed brings pydantic, datasets
+pyarrow."""
 
 
 def imported_modules() -> set[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import accel_trainer
 
 __version__ = "1.15.0"
-__all__ = [*accel_trainer.__all__]
+__all__ = [*vars(accel_trainer)["__all__"]]
 __path__: list[str] = []  # a package, whose modules the finder below knows
 
 

@@ -69,7 +69,9 @@ def find(origin: str) -> Any:
             hint = str(error).partition(f"has no {name!r}: ")[2]
         try:
             found = importlib.import_module(f"accel_trainer.{path}")
-        except ImportError:
+        except ImportError as error:
+            if not (error.name or "").startswith("accel_trainer"):
+                return object()  # a module of ours, for a library that this environment lacks
             return Missing(hint or reason_of(path) or _not_known(found, name))
     return found
 
