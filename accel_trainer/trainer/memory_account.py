@@ -38,18 +38,7 @@ def explaining_memory(trainer: Trainer) -> Iterator[None]:
 
 
 def _account(trainer: Trainer, message: str) -> str:
-    accelerator = trainer.accelerator
-    parameters = [local_tensor(p) for p in trainer.model_wrapped.parameters()]
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    values = [value for state in getattr(optimizer, "state", {}).values() for value in state.values()]
-    states = [local_tensor(value) for value in values if isinstance(value, Tensor)]
-    on_device = [state for state in states if state.device.type == accelerator.device.type]
-    trained = [local_tensor(p) for p in trainer.model_wrapped.parameters() if p.requires_grad]
-    sizes = {
-        "weights": sum(each.nbytes for each in parameters),
-        "gradients": sum(each.nbytes for each in trained),
-        "optimizer state": sum(each.nbytes for each in on_device),
-    }
+    accelerator, sizes = trainer.accelerator, _lasting_sizes(trainer)
     found = _REQUEST.search(message)
     request = float(found[1]) * _UNITS[found[2]] if found else 0.0
     peak = peak_memory(accelerator.device) or 0
@@ -59,6 +48,21 @@ def _account(trainer: Trainer, message: str) -> str:
     rows, steps = trainer._train_batch_size, trainer.args.gradient_accumulation_steps
     lines += advise(sizes, peak, request, rows=rows, num_steps=steps, replicas=replicas)
     return "\n".join(lines)
+
+
+def _lasting_sizes(trainer: Trainer) -> dict[str, float]:
+    """Return the bytes on this rank's device of what does not depend on the batch."""
+    parameters = list(trainer.model_wrapped.parameters())
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    states = [value for state in getattr(optimizer, "state", {}).values() for value in state.values()]
+    held = {
+        "weights": parameters,
+        "gradients": [each for each in parameters if each.requires_grad],
+        "optimizer state": [each for each in states if isinstance(each, Tensor)],
+    }
+    kind = trainer.accelerator.device.type
+    shards = {name: map(local_tensor, tensors) for name, tensors in held.items()}
+    return {name: sum(each.nbytes for each in own if each.device.type == kind) for name, own in shards.items()}
 
 
 def describe_peak(sizes: Mapping[str, float], peak: float) -> str:

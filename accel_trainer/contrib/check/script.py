@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -86,13 +86,16 @@ class Script:
         elif isinstance(node, ast.AnnAssign):
             self._note(ast.unparse(node.target), self._class_named(node.annotation))
         elif isinstance(node, ast.Assign):
-            function = node.value.func if isinstance(node.value, ast.Call) else None
-            for target in node.targets:
-                if not isinstance(target, ast.Tuple):
-                    self._note(ast.unparse(target), "" if function is None else self._class_named(function))
-                elif isinstance(function, ast.Attribute) and function.attr == "prepare":
-                    for each in target.elts:  # a DummyScheduler comes back as another thing
-                        self._note(ast.unparse(each), "")
+            self._take_assignment(node)
+
+    def _take_assignment(self, node: ast.Assign) -> None:
+        function = node.value.func if isinstance(node.value, ast.Call) else None
+        for target in node.targets:
+            if not isinstance(target, ast.Tuple):
+                self._note(ast.unparse(target), "" if function is None else self._class_named(function))
+            elif isinstance(function, ast.Attribute) and function.attr == "prepare":
+                for each in target.elts:  # a DummyScheduler comes back as another thing
+                    self._note(ast.unparse(each), "")
 
     def _note(self, expression: str, cls: str) -> None:
         """Note the class of a variable; of one that gets several, schedules and the Accelerator are told apart."""
@@ -134,8 +137,10 @@ class Script:
     def judge(self) -> list[Finding]:
         """Return a verdict for each line that has to do with this package, in the order of the lines."""
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import | ast.ImportFrom):
+            if isinstance(node, ast.Import):
                 self._judge_import(node)
+            elif isinstance(node, ast.ImportFrom):
+                self._judge_names(node)
             elif isinstance(node, ast.Call):
                 self._judge_call(node)
             elif isinstance(node, ast.Attribute):
@@ -151,27 +156,28 @@ class Script:
     def _add(self, node: ast.AST, verdict: Verdict, words: str, instead: str = "") -> None:
         self.findings.append(Finding(self.file, getattr(node, "lineno", 1), verdict, words, instead))
 
-    def _judge_import(self, node: ast.Import | ast.ImportFrom) -> None:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                root, _, rest = alias.name.partition(".")
-                if root == "accelerate":
-                    name = alias.asname or (alias.name if not rest else "")
-                    own = f"import accel_trainer{'.' * bool(rest)}{rest}"
-                    self._add(node, Verdict.IMPORT, f"import {alias.name}", f"{own} as {name}" if name else own)
-            return
+    def _judge_import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            root, _, rest = alias.name.partition(".")
+            if root == "accelerate":
+                name = alias.asname or (alias.name if not rest else "")
+                own = f"import accel_trainer{'.' * bool(rest)}{rest}"
+                self._add(node, Verdict.IMPORT, f"import {alias.name}", f"{own} as {name}" if name else own)
+
+    def _judge_names(self, node: ast.ImportFrom) -> None:
         module = node.module or ""
         root, _, rest = module.partition(".")
         if node.level or root not in ("accelerate", "accel_trainer", "transformers", *_OTHER_TRAINERS):
             return
         names = [alias for alias in node.names if self._judge_name(node, module, alias)]
-        words = ", ".join(f"{each.name} as {each.asname}" if each.asname else each.name for each in names)
         if not names:
             return
-        target = "" if root == "transformers" else rest
-        own = f"from accel_trainer{'.' * bool(target)}{target} import {words}"
-        verdict = Verdict.WORKS if root == "accel_trainer" else Verdict.IMPORT
-        self._add(node, verdict, f"from {module} import {words}", "" if root == "accel_trainer" else own)
+        words = ast.unparse(ast.ImportFrom(module, names, 0))
+        if root == "accel_trainer":
+            self._add(node, Verdict.WORKS, words)
+            return
+        target = ".".join(["accel_trainer", *([rest] if rest and root != "transformers" else [])])
+        self._add(node, Verdict.IMPORT, words, ast.unparse(ast.ImportFrom(target, names, 0)))
 
     def _judge_name(self, node: ast.AST, module: str, alias: ast.alias) -> bool:
         """Whether an imported name is one of ours; one that is not here gets its verdict."""
@@ -196,15 +202,19 @@ class Script:
         if not key or isinstance(found, Missing | ModuleType):
             return
         refused = found is not None and list(self._refused(node, key, found, is_method=is_method))
-        for words, instead in refused or ():
-            self._add(node, Verdict.REPLACE, words, instead)
-        changed = [change for change in CHANGES if change.call in _keys(key, found) and _applies(change, node)]
-        if key == "Accelerator.prepare" and any(self._class_named_or_of(each) == _SCHEDULE for each in node.args):
-            changed += [change for change in CHANGES if change.call == "Accelerator.prepare_scheduler"]
+        for words in refused or ():
+            self._add(node, Verdict.REPLACE, words)
+        changed = self._changes_of(node, key)
         for change in changed:
             self._add_change(node, key, change)
         if not refused and not changed and found is not None:
             self._add(node, Verdict.WORKS, f"{key}()")
+
+    def _changes_of(self, node: ast.Call, key: str) -> list[Change]:
+        calls = _keys(key)
+        if key == "Accelerator.prepare" and any(self._class_named_or_of(each) == _SCHEDULE for each in node.args):
+            calls.add("Accelerator.prepare_scheduler")
+        return [change for change in CHANGES if change.call in calls and _applies(change, node)]
 
     def _class_named_or_of(self, node: ast.expr) -> str:
         return self.class_of(node) or (self._class_named(node.func) if isinstance(node, ast.Call) else "")
@@ -241,24 +251,17 @@ class Script:
             not isinstance(inspect.getattr_static(cls, function.attr, None), staticmethod),
         )
 
-    def _refused(self, node: ast.Call, key: str, found: Any, *, is_method: bool) -> Iterator[tuple[str, str]]:
-        """Yield the arguments of a call that our object does not take, with what to write."""
+    def _refused(self, node: ast.Call, key: str, found: Any, *, is_method: bool) -> Iterator[str]:
+        """Yield what our object does not take of the arguments of a call."""
         own = parameters_of(found, is_method=is_method)
         if own is None:
             return
-        names = [each.name for each in own if each.kind is not each.POSITIONAL_ONLY]
-        takes_any_keyword = any(each.kind is each.VAR_KEYWORD for each in own)
-        for keyword in node.keywords:
-            is_none = isinstance(keyword.value, ast.Constant) and keyword.value.value is None
-            if key == "Accelerator" and keyword.arg in REFUSED_OPTIONS and not is_none:
-                yield f"Accelerator({keyword.arg}=...) is {REFUSED_OPTIONS[keyword.arg]}, which is not offered", ""
-            elif keyword.arg and keyword.arg not in names and not takes_any_keyword:
-                yield f"{key}() takes no argument {keyword.arg}{did_you_mean(keyword.arg, names)}", ""
+        yield from _refused_keywords(node, key, own)
         positional = [each for each in own if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
         takes_many = any(each.kind is each.VAR_POSITIONAL for each in own)
         has_star = any(isinstance(each, ast.Starred) for each in node.args)
         if len(node.args) > len(positional) and not takes_many and not has_star:
-            yield f"{key}() takes {len(positional)} positional arguments, and {len(node.args)} are given", ""
+            yield f"{key}() takes {len(positional)} positional arguments, and {len(node.args)} are given"
 
     def _judge_attribute(self, node: ast.Attribute) -> None:
         origin = self.origin(node)
@@ -320,6 +323,17 @@ class Script:
                 self._add(method, Verdict.CHANGES, words, f"what it adds around super().{method.name}()")
 
 
+def _refused_keywords(node: ast.Call, key: str, own: Sequence[inspect.Parameter]) -> Iterator[str]:
+    names = [each.name for each in own if each.kind is not each.POSITIONAL_ONLY]
+    takes_any_keyword = any(each.kind is each.VAR_KEYWORD for each in own)
+    for keyword in node.keywords:
+        is_none = isinstance(keyword.value, ast.Constant) and keyword.value.value is None
+        if key == "Accelerator" and keyword.arg in REFUSED_OPTIONS and not is_none:
+            yield f"Accelerator({keyword.arg}=...) is {REFUSED_OPTIONS[keyword.arg]}, which is not offered"
+        elif keyword.arg and keyword.arg not in names and not takes_any_keyword:
+            yield f"{key}() takes no argument {keyword.arg}{did_you_mean(keyword.arg, names)}"
+
+
 def _class(name: str) -> Any:
     """Return our class of that name; None for others, and for schedules."""
     if not name or name == _SCHEDULE:
@@ -330,7 +344,7 @@ def _class(name: str) -> Any:
     return found if isinstance(found, type) else None
 
 
-def _keys(key: str, found: Any) -> set[str]:
+def _keys(key: str) -> set[str]:
     """Return the names under which changes of a call are listed: those of a subclass's base, too."""
     owner, dot, method = key.rpartition(".")
     return {key, key.replace("Seq2Seq", "")} | ({f"{owner.replace('Seq2Seq', '')}.{method}"} if dot else set())
