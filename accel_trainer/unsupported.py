@@ -17,7 +17,7 @@ REFUSED_OPTIONS = {
     "megatron_lm_plugin": "Megatron-LM",
     "torch_tp_plugin": "tensor parallelism in a form of old, now ParallelismConfig(tp_size=...)",
 }
-"""Arguments of accelerate's Accelerator, and what they ask for."""
+"""Arguments of accelerate's Accelerator that are refused, and their subjects."""
 
 _FP8 = "TransformerEngine and MS-AMP are not offered; fp8 is torchao's: mixed_precision='fp8', with AORecipeKwargs"
 _RECIPES = ("FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")

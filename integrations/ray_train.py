@@ -32,7 +32,7 @@ class RayReportCallback(TrainerCallback):
         self._num_reported = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave out what the run that is resumed has reported."""
+        """Leave out reports of the run that is resumed."""
         self._num_reported = len(state.log_history)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

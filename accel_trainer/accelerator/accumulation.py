@@ -228,7 +228,7 @@ class PreparedUnit:
             self.tokens.drop()
 
     def abandon(self) -> None:
-        """Drop what the window holds, and let the next micro-batch begin another."""
+        """Drop the micro-batches of the window, and let the next micro-batch begin another."""
         self.window.held, self.window.is_last = 0, False
         self.took_backward, self.corrected = False, True
         if self.tokens is not None:

@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class LostRanks:
-    """What an Accelerator knows of its updates, so that the ranks that are left can begin the present one again.
+    """The updates of an Accelerator, known so well that the ranks that are left can begin the present one again.
 
     Attributes:
         takes_windows: whether the windows made by hand are those of a Trainer, which begins its updates again itself.
@@ -295,7 +295,7 @@ class LostRanks:
 
 
 def _find_reason(said: list[dict[str, Any]]) -> str:
-    """Return why ranks cannot go on, by what each of them says; empty where they can. The same on all of them."""
+    """Return why ranks cannot go on, by the answers of all; empty where they can. The same on all of them."""
     reason: str = next((each["reason"] for each in said if each["reason"]), "")
     if not reason and any(each["place"] != said[0]["place"] for each in said):
         return "some had completed an update, or a collective, that others had not"

@@ -50,7 +50,7 @@ class NonFiniteAction(StrEnum):
 
 
 class RankLossAction(StrEnum):
-    """What becomes of the other ranks when one is killed."""
+    """The fate of the other ranks when one is killed."""
 
     RESTART = "restart"
     CONTINUE = "continue"
@@ -95,7 +95,7 @@ class CommStrategy(StrEnum):
 
 
 class LossDivision(StrEnum):
-    """What the losses of an update are divided by: what it holds, or what another library divides by."""
+    """The divisor of an update's losses: the micro-batches that it holds, or that of another library."""
 
     EXACT = "exact"
     ACCELERATE = "accelerate"

@@ -458,7 +458,7 @@ def _flops_of(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> i
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention without dropout: with it a CPU keeps what all tokens see of all others, which no GPU's kernels do."""
+    """Attention without dropout: with it a CPU keeps the scores of all tokens, which no GPU's kernels do."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:

@@ -39,12 +39,12 @@ _OF_THE_SCHEDULER = ("launch.machine_rank", "launch.main_process_ip", "launch.ma
 _OF_THE_SCRIPT = ("nodes", "ntasks-per-node", "requeue", "signal")
 """Options of sbatch that decide how the job runs."""
 _SAVE_SECONDS = 120.0
-"""What the launcher gives its ranks without `preemption.grace_seconds`."""
+"""Seconds that ranks have without `preemption.grace_seconds`."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What each scheduler's file is made of."""
+    """The templates of each scheduler's file."""
 
     kind: str
     name: str
@@ -53,7 +53,7 @@ class _Job:
     num_machines: int
     num_local_processes: int
     resources: dict[str, str]
-    """What the scheduler is asked for besides, by its own names."""
+    """Further requests to the scheduler, by its own names."""
     image: str | None
     secrets: list[str]
     volumes: dict[str, str]

@@ -289,7 +289,7 @@ class _Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.FAILED)
 
     def _look_at_workers(self, worker_group: Any) -> RunResult:
-        """Return what torch's agent sees; a failure where the others came to their end without a look at a loss."""
+        """Return torch's own result; a failure where the others came to their end without a look at a loss."""
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.SUCCEEDED and self._notice is not None and not self._notice.is_taken():
             return RunResult(state=WorkerState.FAILED)

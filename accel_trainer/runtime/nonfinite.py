@@ -116,7 +116,7 @@ class NonFiniteGuard:
         self.norm = self.loss = None
 
     def leave_out(self, found: str, *, rolls_back: bool) -> None:
-        """Have the step of the update under way left out, or the run go back, for what a loop has found in it."""
+        """Have the step of the update under way left out, or the run go back, for a reason that a loop has found."""
         self._ordered = found, rolls_back
 
     def skips(self) -> bool:

@@ -119,7 +119,7 @@ class Survivors:
         self.lost: frozenset[int] = frozenset()
         """All that the launcher has named so far."""
         self.users = weakref.WeakSet[Any]()
-        """What of this process begins updates again."""
+        """Those in this process that begin updates again."""
         self._said = ""
         self._is_over = threading.Event()
         listening: dist.Store = dist.PrefixStore(PREFIX, store.clone())  # type: ignore[attr-defined]
@@ -169,7 +169,7 @@ class Survivors:
         return True
 
     def agree(self, facts: Mapping[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
-        """Wait until all ranks that are left have come, and return what each has to say, in the order of `members`.
+        """Wait until all ranks that are left have come, and return their answers, in the order of `members`.
 
         Every rank that is left calls it. They agree on who they are, also where more are lost meanwhile.
 

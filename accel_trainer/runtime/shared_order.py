@@ -14,7 +14,7 @@ from accel_trainer.runtime.rank_watch import RankWatch, current_watch
 _SEVERAL = ""
 """Of a place that more than one part has followed: the ranks compare each time."""
 _MAX_FIRST_COMPARED = 8
-"""Ranks up to which what comes for the first time is compared, too: each comparison asks the store once for each."""
+"""Ranks up to which a first occurrence is compared, too: each comparison asks the store once for each."""
 _MAX_PLACES = 100_000
 _WAY_OUT = (
     "All ranks have to use the same ones in a step: run each part of the model on every rank, multiplied by 0 where "
@@ -36,16 +36,16 @@ class SharedOrder:
         """Whether the present forward is one of training."""
         self._model = model
         self._followers: dict[tuple[int, str], str] = {}
-        """What came at each place, told by its number and what came before."""
+        """The step at each place, told by its number and the steps before."""
         self._place = (0, "")
 
     def begin(self, *hooked: Any) -> None:
-        """Begin anew: a forward does, and what follows a backward. Takes the arguments of a forward pre-hook."""
+        """Begin anew: at a forward, and behind a backward. Takes the arguments of a forward pre-hook."""
         self.is_on = torch.is_grad_enabled()
         self._place = (0, "")
 
     def note(self, part: str) -> None:
-        """Note what this rank is about to do with a part of the model; compare it with the others where it is new.
+        """Note the next step of this rank with a part of the model; compare it with the others where it is new.
 
         Raises:
             DesyncError: on every rank that asks: they go on with unlike parts.

@@ -703,7 +703,7 @@ def begun_collectives() -> dict[str, int]:
 
 @contextmanager
 def recording_allocations(path: Path, device: torch.device) -> Iterator[None]:
-    """Write what the block allocates on a GPU, for pytorch.org/memory_viz; nothing of another device."""
+    """Write the allocations of the block on a GPU, for pytorch.org/memory_viz; nothing of another device."""
     record, dump = (_find(torch.cuda.memory, f"torch.cuda.memory._{name}") for name in _SNAPSHOTS)
     if device.type != "cuda" or record is None or dump is None:
         yield

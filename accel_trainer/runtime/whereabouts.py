@@ -145,7 +145,7 @@ def describe_thread(thread_id: int) -> Whereabouts | None:
 
 
 def activity_of(thread_id: int) -> tuple[str, str]:
-    """Return a thread's phase, one of `PHASES`, and what it waits in, as `Whereabouts.operation`, or empty.
+    """Return a thread's phase, one of `PHASES`, and the `Whereabouts.operation` that it waits in, or empty.
 
     Callable from another thread, often: 25 us for a Trainer's 40 calls.
     """

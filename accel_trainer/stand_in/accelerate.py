@@ -22,7 +22,7 @@ __path__: list[str] = []  # a package, whose modules the finder below knows
 
 
 class _StandInFinder(MetaPathFinder, Loader):
-    """Finds our modules under accelerate's names; behind all other finders, what is found nowhere is explained."""
+    """Finds our modules under accelerate's names; behind all other finders, names found nowhere are explained."""
 
     def __init__(self) -> None:
         self._names = {"accel_trainer": __name__}

@@ -298,11 +298,11 @@ class TrainUnit(Protocol):
         return
 
     def begin_update(self) -> None:
-        """Keep what a forward changes beside gradients, for `rejoin`."""
+        """Keep the buffers that a forward changes, for `rejoin`."""
         return
 
     def rejoin(self, *, in_update: bool) -> None:
-        """Exchange gradients over the ranks that are left; drop what an update has done that is not complete.
+        """Exchange gradients over the ranks that are left; drop an update that is not complete.
 
         Every rank that is left calls it; only where `why_irreplaceable` finds nothing.
         """

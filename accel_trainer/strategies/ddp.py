@@ -199,7 +199,7 @@ class DDPUnit(NativeUnit):
         return None if self._replicas is None else exposed_exchange_seconds(self._replicas)
 
     def why_irreplaceable(self) -> str:
-        """Return what ranks have of their own: other exchanges than DDP's, or replicas that are apart."""
+        """Return why ranks are not alike: other exchanges than DDP's, or replicas that are apart."""
         if self._replicas is None:
             return "its model was wrapped by another engine, or is not trained"
         if self._has_comm_hook:

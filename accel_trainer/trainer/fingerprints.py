@@ -1,4 +1,4 @@
-"""Fingerprints of an update: what each module has computed, its gradients and its weights, as exact sums of bits.
+"""Fingerprints of an update: each module's results, its gradients and its weights, as exact sums of bits.
 
 A sum of the bits of all elements, as integers that wrap around, depends on no order, and changes with any one bit.
 `accel-trainer report --diff` compares those of two runs, in the order in which an update comes by the modules.
@@ -65,7 +65,7 @@ class Fingerprints(TrainerCallback):
                 yield name or "the model", module
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note what modules compute in an update that is due."""
+        """Note the results of modules in an update that is due."""
         self.close()
         if not self._every or (state.global_step + 1) % self._every:
             return

@@ -40,7 +40,7 @@ class LossSpikes:
         self._losses: deque[float] = deque(maxlen=_WINDOW)
 
     def look(self, loss: float) -> str:
-        """Return what is wrong with the loss of an update, over all ranks; empty where nothing is.
+        """Return the fault of an update's loss, over all ranks; empty where there is none.
 
         Nothing is said of the first 20 updates, nor of a loss that is NaN. Ten spikes in a row are a new level, to
         which the median moves.
@@ -63,7 +63,7 @@ class LossSpikes:
 
 
 def check_loss_spikes(args: TrainingArguments, accelerator: Accelerator) -> None:
-    """Refuse what a spike cannot be answered with: by then, an update has been made, or ranks see different losses."""
+    """Refuse answers that come too late for a spike: an update has been made, or ranks see different losses."""
     action, config, facts = args.on_loss_spike, accelerator.config, accelerator.strategy.capabilities
     if action not in ACTIONS:
         raise ConfigError(f"on_loss_spike={action!r} is none of {', '.join(ACTIONS)}")

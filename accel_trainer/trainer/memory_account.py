@@ -1,4 +1,4 @@
-"""What memory was taken for where it ran out, and the cheapest changes with the peaks that follow from it."""
+"""The use of memory where it ran out, and the cheapest changes with the peaks that follow from it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _account(trainer: Trainer, message: str) -> str:
 
 
 def _lasting_sizes(trainer: Trainer) -> dict[str, float]:
-    """Return the bytes on this rank's device of what does not depend on the batch."""
+    """Return the bytes on this rank's device that do not depend on the batch."""
     parameters = list(trainer.model_wrapped.parameters())
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     states = [value for state in getattr(optimizer, "state", {}).values() for value in state.values()]
@@ -66,7 +66,7 @@ def _lasting_sizes(trainer: Trainer) -> dict[str, float]:
 
 
 def describe_peak(sizes: Mapping[str, float], peak: float) -> str:
-    """Return the peak in GiB by what it was for; `sizes` in bytes of what is there all the time."""
+    """Return the peak in GiB by purpose; `sizes` in bytes of weights and others that are there all the time."""
     parts = {**sizes, REST: max(peak - sum(sizes.values()), 0)}
     return f"{_gib(peak)} at the peak: {', '.join(f'{_gib(size)} {name}' for name, size in parts.items())}"
 

@@ -55,7 +55,7 @@ class UpdateProfile(TrainerCallback):
     """The trace of this rank, from the end of the update before the first one, whose data is in it."""
 
     def __init__(self, args: TrainingArguments, process: ProcessContext) -> None:
-        """Check what was asked for.
+        """Check the arguments.
 
         Raises:
             ConfigError: `profile` is no range of updates, or `profile_ranks` names a rank that there is not.
@@ -88,7 +88,7 @@ class UpdateProfile(TrainerCallback):
         self._begin_if_due(state.global_step)
 
     def close(self) -> None:
-        """Write what has been recorded: after the last update, and where training ends before it, or fails."""
+        """Write the record: after the last update, and where training ends before it, or fails."""
         if self._is_open:
             self._is_open = False
             self._is_recorded = False  # a run that goes back to a checkpoint comes by again

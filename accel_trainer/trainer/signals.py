@@ -82,7 +82,7 @@ class Decisions:
         self._meeting.close(is_failed=is_failed)
 
     def meet_anew(self) -> None:
-        """Go on with the ranks that are left; what this rank wished stays. Every one of them calls it."""
+        """Go on with the ranks that are left; this rank's wish stays. Every one of them calls it."""
         self._meeting.close(is_failed=False)
         self._meeting, self._position = Meeting(self._process), 0
         if self._wishes:

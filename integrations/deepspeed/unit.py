@@ -328,7 +328,7 @@ class DeepSpeedUnit(TrainUnit):
         return Partitions(self._zero)
 
     def _note_order(self, order: SharedOrder) -> None:
-        """Note what this rank gathers in a forward, under ZeRO-3, and of which parameters it reduces gradients."""
+        """Note the parameters that this rank gathers in a forward, under ZeRO-3, and whose gradients it reduces."""
         self._hooks.append(self.module.register_forward_pre_hook(order.begin, prepend=True))
         zero, unit = self._zero, weakref.proxy(self)
         if self._has_shards:

@@ -1,1 +1,1 @@
-"""`accel-trainer check`: what of a script or a configuration works as it is, and what does not; nothing is imported."""
+"""`accel-trainer check`: lines of scripts and configurations that work as they are, and those that do not."""

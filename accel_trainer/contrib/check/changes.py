@@ -1,4 +1,4 @@
-"""What keeps its name and changes its meaning: by the call that has it, with what to write instead.
+"""Meanings that change under names that stay: by the call that has them, with the words to write instead.
 
 docs/migration.md shows this table (`make names`). Names that are missing are not in it: they are looked up in this
 package, with the reasons of `differences.json`.
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """What becomes of a line."""
+    """The fate of a line."""
 
     WORKS = "works"
     IMPORT = "import"
@@ -31,7 +31,7 @@ class Change:
     words: str
     """How it differs."""
     instead: str
-    """What to write where the old meaning is wanted."""
+    """For those who want the old meaning."""
     keyword: str = ""
     """Only where this argument is given; with `=VALUE`, where it is this literal."""
     by_compat: str = ""

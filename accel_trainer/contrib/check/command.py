@@ -85,7 +85,7 @@ def _check_file(path: Path, text: str, *, compat: bool) -> list[Finding]:
 
 
 def _check_config(path: Path) -> Iterator[Finding]:
-    """Yield the problems of a configuration, each at its line, and what is mapped to something else."""
+    """Yield the problems of a configuration, each at its line, and keys that are mapped to others."""
     own = re.compile(rf"\s*\(?(?:(?:from|at|in) )?{re.escape(str(path))}:(\d+)\)?:?")
     try:
         file = read_file(path)

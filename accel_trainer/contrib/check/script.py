@@ -227,7 +227,7 @@ class Script:
         self._add(node, change.verdict, f"{key}(): {change.words}", ", or ".join(ways))
 
     def _called(self, function: ast.expr) -> tuple[str, Any, bool]:
-        """Return the name of what is called, our object for it, and whether it is a method of an instance."""
+        """Return a call's name, our object for it, and whether it is a method of an instance."""
         origin = self.origin(function)
         if belongs_here(origin):
             owner, _, name = origin.rpartition(".")
@@ -252,7 +252,7 @@ class Script:
         )
 
     def _refused(self, node: ast.Call, key: str, found: Any, *, is_method: bool) -> Iterator[str]:
-        """Yield what our object does not take of the arguments of a call."""
+        """Yield the arguments of a call that our object does not take."""
         own = parameters_of(found, is_method=is_method)
         if own is None:
             return

@@ -1,4 +1,4 @@
-"""The first update at which two runs part, by what they have logged and by the fingerprints of their updates."""
+"""The first update at which two runs part, by their logs and by the fingerprints of their updates."""
 
 from __future__ import annotations
 
