@@ -19,7 +19,7 @@ from accel_trainer.plugins.kwargs import ProfileKwargs, ProjectConfiguration
 from accel_trainer.registry import installed_trackers, load_tracker, tracker_names
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.runtime.rank_watch import failing_together
 from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, redact, secrets_of
 
 logger = logging.get_logger(__name__)
@@ -49,7 +49,7 @@ class Trackers:
     def init(
         self, project_name: str, config: Mapping[str, Any] | None, init_kwargs: Mapping[str, Mapping[str, Any]] | None
     ) -> None:
-        """Open a run with every chosen tracker. Collective."""
+        """Open a run with every chosen tracker, on all ranks or on the main process alone."""
         options = dict(init_kwargs or {})
         known = [tracker.name for tracker in self.chosen]
         for name in options:
@@ -64,8 +64,9 @@ class Trackers:
             )
         self.finish()
         self._secrets = frozenset(secrets_of(options) | secrets_of(config or {}))
-        # An error on rank 0 alone (an option that the library does not take) is raised by all.
-        with raise_together(self._process, "init_trackers"):
+        # No collective: scripts for accelerate call it under `if accelerator.is_main_process`, all of diffusers' among
+        # them. Of an error on rank 0 alone (an option that the library does not take) the others hear when they wait.
+        with failing_together():
             for choice in self.chosen:
                 if self._process.is_main or not choice.main_process_only:
                     self._open(choice, project_name, options.get(choice.name, {}), config)
@@ -215,7 +216,9 @@ class AcceleratorTracking(AcceleratorSettings):
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Open a run with every tracker of `log_with`, but those that cannot be reached, with a warning. Collective.
+        """Open a run with every tracker of `log_with`, but those that cannot be reached, with a warning.
+
+        All ranks call it, or the main process alone, as many scripts do.
 
         Args:
             project_name: of the project or experiment that the run belongs to.

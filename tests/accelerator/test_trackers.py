@@ -270,15 +270,33 @@ def test_only_the_main_process_logs_unless_the_tracker_says_otherwise():
     assert other == {"notes": [], "everywhere": [{"rank": 1}], "unwrapped": False}
 
 
+def open_on_the_main_process_alone() -> tuple[list[str], float]:
+    notes = Notes()
+    accelerator = Accelerator(cpu=True, log_with=notes)
+    if accelerator.is_main_process:
+        accelerator.init_trackers("project", config={"lr": 0.1})
+    total = accelerator.reduce(torch.tensor(1.0))
+    accelerator.log({"total": total})
+    accelerator.end_training()
+    return [call[0] for call in notes.calls], total.item()
+
+
+def test_the_main_process_may_open_trackers_alone():
+    assert run_ranks(open_on_the_main_process_alone, 2) == [(["start", "config", "log", "finish"], 2.0), ([], 2.0)]
+
+
 def open_a_picky_tracker() -> None:
-    Accelerator(cpu=True, log_with=Picky).init_trackers("project")
+    accelerator = Accelerator(cpu=True, log_with=Picky)
+    accelerator.init_trackers("project")
+    accelerator.wait_for_everyone()
 
 
-def test_an_error_that_rank_0_alone_sees_is_raised_on_all_ranks():
+def test_an_error_that_rank_0_alone_sees_ends_all_ranks_at_the_next_collective():
     with pytest.raises(RankFailure) as caught:
         run_ranks(open_a_picky_tracker, 2)
     assert "TypeError: init() got an unexpected keyword argument 'entty'" in caught.value.failures[0]
-    assert "rank 0 failed in init_trackers: TypeError" in caught.value.failures[1]
+    assert "rank 0 failed" in caught.value.failures[1]
+    assert "TypeError: init() got an unexpected keyword argument" in caught.value.failures[1]
 
 
 def profile_on_ranks(folder: str) -> list[str]:
