@@ -15,6 +15,7 @@ from accel_trainer.runtime.torch_private import group_timeout, second_store
 from accel_trainer.runtime.whereabouts import waits
 
 _POLL_SECONDS = 0.05
+_ASK_SECONDS = 0.002  # between looks for the answers to a call
 # With very many ranks they look more seldom: the store serves about 2,000 questions a second of all of them.
 _POLL_SECONDS_PER_RANK = 0.0005
 _LEFT = "left"
@@ -152,7 +153,7 @@ class Meeting:
                     f"not every rank answered within {timeout_seconds:g} s when rank {self._process.rank} had "
                     "something to decide with them; one hangs or is gone. Look into the output of the others"
                 )
-            time.sleep(_POLL_SECONDS / 10)
+            time.sleep(max(_ASK_SECONDS, _POLL_SECONDS_PER_RANK * self._process.world_size))
         answers = [self._store.get(key).decode() for key in keys]
         if _LEFT in answers:
             raise ProcessGroupError(

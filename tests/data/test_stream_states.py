@@ -121,8 +121,13 @@ def go_on(loaders: list[PreparedDataLoader], state: dict[str, Any], until: int =
     return list(steps(loaders, until))
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 0), (2, 2), (3, 0), (4, 3), (0, 2)])
-@pytest.mark.parametrize("kind", KINDS)
+WORKERS = [(0, 0), (2, 2), (3, 0), (4, 3), (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [(kind, *pair) for kind in KINDS for pair in (WORKERS if kind in ("plain", "shuffled") else [(0, 2), (2, 3)])],
+)
 def test_a_stream_goes_on_with_other_workers_and_ranks(kind: str, before: int, after: int) -> None:
     whole = list(steps(loaders_of(kind, 1, before)))
     if kind not in (*STRATEGIES, "mixed"):
@@ -160,7 +165,7 @@ def test_a_run_has_one_hash_of_its_tokens(
 @pytest.mark.parametrize("workers", [0, 2])
 def test_at_most_a_buffer_is_read_again_in_each_worker(kind: str, again: int, workers: int) -> None:
     whole = list(steps(loaders_of(kind, 1, workers), 1))
-    for after_steps in range(1, len(whole) - 1):
+    for after_steps in range(1, len(whole) - 1, 1 + workers):
         head, state = stop(loaders_of(kind, 1, workers), after_steps)
         num_read.zero_()
         assert [*head, *go_on(loaders_of(kind, 1, workers), state, 1)] == whole

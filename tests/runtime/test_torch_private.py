@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.agent.server import WorkerSpec, local_elastic_agent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -35,7 +34,6 @@ INSTANCES: dict[str, Any] = {
         WorkerSpec("", 1, DynamicRendezvousHandler.__new__(DynamicRendezvousHandler), entrypoint="true"),
         DefaultLogsSpecs(),
     ),
-    torch_private._CONTEXT: SubprocessContext("", "true", {}, {}, DefaultLogsSpecs()),
     "torch.nn.Module": MODULE,
     "torch.optim.AdamW": torch.optim.AdamW(MODULE.parameters(), fused=True),
     "torch.utils.data.DataLoader": DataLoader([1]),
