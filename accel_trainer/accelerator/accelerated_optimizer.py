@@ -184,18 +184,16 @@ class AcceleratedOptimizer(Optimizer):
 
     def _finish_windows(self) -> bool:
         """Complete the gradients; return False where a rank is lost meanwhile, and the update begins again."""
-        try:
+
+        def finish() -> None:
             for prepared in self.prepared:
                 if not prepared.corrected:
                     prepared.finish_window()
-        except RuntimeError as error:
-            if self.lost_ranks is None:
-                raise
-            failure = error
-        else:
-            return True
-        self.lost_ranks.go_on(failure)
-        return False
+
+        if self.lost_ranks is not None:
+            return self.lost_ranks.attempt(finish)
+        finish()
+        return True
 
     def _end_update(self) -> None:
         """Take the new weights into the averages of the models that this optimizer is the last one of."""

@@ -234,6 +234,17 @@ class LostRanks:
             gone, self.num_shards, len(survivors.members), self.num_updates, time.monotonic() - begin,
         )  # fmt: skip
 
+    def attempt(self, part: Callable[[], object]) -> bool:
+        """Whether a part of an update was completed: False where a rank is lost in it, and the update begins again."""
+        try:
+            part()
+        except RuntimeError as error:
+            failure = error  # gone on from outside of its handler, which would keep the frames of the loop
+        else:
+            return True
+        self.go_on(failure)
+        return False
+
     def _go_on_in_forward(self, error: RuntimeError) -> None:
         if self.takes_windows:
             raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -225,19 +226,17 @@ class AcceleratorStepping(AcceleratorSettings):
 
     def _exchange(self, leading: PreparedUnit, loss: Tensor, in_window: bool, kwargs: dict[str, Any]) -> bool:
         """Run the backward; return False where a rank is lost in it, and the update begins again."""
-        if self.lost_ranks is not None and not in_window:
+        backward = partial(leading.unit.backward, loss, **kwargs)
+        if self.lost_ranks is not None:
+            if in_window:
+                return self.lost_ranks.attempt(backward)
             self.lost_ranks.note_window_by_hand()
         try:
-            leading.unit.backward(loss, **kwargs)
+            backward()
         except RuntimeError as error:
-            if self.lost_ranks is None or not in_window:
-                raise_if_theirs(error)
-                raise
-            failure = error
-        else:
-            return True
-        self.lost_ranks.go_on(failure)
-        return False
+            raise_if_theirs(error)
+            raise
+        return True
 
     def _meter(self) -> None:
         if self.meters is not None:

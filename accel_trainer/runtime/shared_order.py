@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 from zlib import crc32
 
@@ -44,6 +45,15 @@ class SharedOrder:
         self.is_on = torch.is_grad_enabled()
         self._place = (0, "")
 
+    def note_gather(self, unit: str) -> None:
+        """Note the gather of a part by its name, "" for the outermost one; see `note`."""
+        self.note(f"the gather of {_named(unit)}")
+
+    def note_reduction(self, missing: Sequence[str], unit: str | None = None) -> None:
+        """Note the reduction of the gradients of a part, or of all; `missing` have none here. See `note`."""
+        left_out = f", with none for {', '.join(map(repr, missing))}" if missing else ""
+        self.note(f"the reduction of gradients{'' if unit is None else f' of {_named(unit)}'}{left_out}")
+
     def note(self, part: str) -> None:
         """Note the next step of this rank with a part of the model; compare it with the others where it is new.
 
@@ -74,3 +84,7 @@ class SharedOrder:
         said = [json.loads(text)[1] for text in watch.exchange(json.dumps((0, [doing])), doing)]
         ranks = "; ".join(f"rank {rank}: {words[-1]}" for rank, words in enumerate(said[:8]) if words)
         raise DesyncError(f"ranks use unlike parameters: {ranks}. Nothing was sent. {_WAY_OUT}")
+
+
+def _named(unit: str) -> str:
+    return repr(unit) if unit else "the outermost unit"

@@ -196,12 +196,11 @@ class Trainer(ResumingMethods, transformers.Trainer):
             self.fingerprints = Fingerprints(self)
             self.add_callback(self.fingerprints)
             self._taken_arguments = TakenArguments(self.args)
-            if self.divides_as_upstream:
-                pass
-            elif predicts_first_label(self.model):
-                self._loss_shifts_labels = False
-            elif predicts_next_token(self.model):
-                self._loss_shifts_labels = True
+            if not self.divides_as_upstream:
+                if predicts_first_label(self.model):
+                    self._loss_shifts_labels = False
+                elif predicts_next_token(self.model):
+                    self._loss_shifts_labels = True
             self.train_dataset = mixed_training_data(self)
             check_packing_arguments(self)
             resolved = self.accelerator.resolved

@@ -340,7 +340,7 @@ class DeepSpeedUnit(TrainUnit):
             @torch.compiler.disable
             def fetch_sub_module(module: nn.Module, forward: bool) -> None:
                 if forward and order.is_on and id(module) in names:
-                    order.note(f"the gather of {names[id(module)]!r}")
+                    order.note_gather(names[id(module)])
                 fetch(module, forward)
 
             coordinator.fetch_sub_module = fetch_sub_module
@@ -361,8 +361,7 @@ class DeepSpeedUnit(TrainUnit):
         has = self._arrived if self._engine.zero_optimization_partition_gradients() else self._used
         missing = [] if self._trained <= has else [n for n, p, _ in self._seen if id(p) not in has and not _is_leaf(p)]
         if self._engine.zero_optimization_partition_gradients() or self._engine.is_gradient_accumulation_boundary():
-            left_out = f", with none for {', '.join(map(repr, missing))}" if missing else ""
-            order.note(f"the reduction of gradients{left_out}")
+            order.note_reduction(missing)
         self._arrived.clear()
 
     def _keep_unused(self) -> AbstractContextManager[None]:

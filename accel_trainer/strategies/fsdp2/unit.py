@@ -183,11 +183,10 @@ def _note_units(module: nn.Module, order: SharedOrder) -> None:
 
     def gather(unit: str) -> None:
         if torch.is_grad_enabled():
-            order.note(f"the gather of {repr(unit) if unit else 'the outermost unit'}")
+            order.note_gather(unit)
 
     def reduce(unit: str, missing: Sequence[str]) -> None:
-        left_out = f", with none for {', '.join(map(repr, missing))}" if missing else ""
-        order.note(f"the reduction of gradients of {repr(unit) if unit else 'the outermost unit'}{left_out}")
+        order.note_reduction(missing, unit)
 
     units = ((name, each) for name, each in module.named_modules() if isinstance(each, FSDPModule))
     watch_units(units, gather, reduce)
