@@ -38,7 +38,7 @@ class DistributedOperationException(ProcessGroupError):
 
 
 class RemoteRankError(ProcessGroupError):
-    """Another rank has failed or is gone (`failure`: what it wrote down), and this one cannot go on without it."""
+    """Another rank has failed or is gone (`failure`: its record), and this one cannot go on without it."""
 
     def __init__(self, message: str, failure: Any = None) -> None:
         super().__init__(message)

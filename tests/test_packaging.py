@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_trainer.runtime.torch_private import SEEN_IN
+from accel_trainer.runtime.torch_names import SEEN_IN
 from tests.release.floors import floors
 
 ROOT = Path(__file__).resolve().parent.parent

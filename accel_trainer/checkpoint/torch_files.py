@@ -1,4 +1,4 @@
-"""Files of torch's own, read without running what is in them, and without more memory than their size.
+"""Files of torch's own, read without running code that is in them, and without more memory than their size.
 
 torch's restricted unpickler (`weights_only=True`) calls nothing but what is on its list, and Python's own asks
 `find_class`. Neither looks at the numbers and names that a pickle hands to what it may call: `check_torch_pickles` and

@@ -12,7 +12,7 @@ from typing import Any
 from accel_trainer.config.config_source import ConfigSource, FileProblemsError, load_document
 from accel_trainer.config.deepspeed_block import put_block, put_document_block
 from accel_trainer.config.deepspeed_keys import KNOWN_KEYS
-from accel_trainer.config.dialects import accelerate, fsdp
+from accel_trainer.config.dialects import accelerate_file, fsdp
 from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer, Setting, SourceKind
 from accel_trainer.config.parallel import NOT_OFFERED
@@ -79,7 +79,7 @@ def _translate(document: Document) -> tuple[Dialect, Layer]:
     # Both write numbers and booleans as text, too.
     layer.lenient = dialect in (Dialect.ACCELERATE, Dialect.FSDP_CONFIG)
     if dialect is Dialect.ACCELERATE:
-        accelerate.translate(document, content, layer)
+        accelerate_file.translate(document, content, layer)
     elif dialect is Dialect.FSDP_CONFIG:
         fsdp.translate_file(document, content, layer)
     elif dialect is Dialect.DEEPSPEED:
@@ -100,12 +100,12 @@ def _detect(content: Mapping[Key, Node]) -> tuple[Dialect, bool]:
     policy = "activation_checkpointing"
     shared |= {key.name for key, node in content.items() if key.name == policy and _is_boolean(node.value)}
     own_keys = set(_OWN_KEYS) - shared
-    accelerate_keys = accelerate.KNOWN_KEYS - shared
+    accelerate_keys = accelerate_file.KNOWN_KEYS - shared
     # DeepSpeed has sections of the same names as some keys of the others.
     deepspeed_keys = KNOWN_KEYS.keys() - set(fsdp.KNOWN_KEYS) - own_keys - accelerate_keys - shared
     fsdp_keys = {name for name in names if fsdp.is_known_key(name) or name.startswith("fsdp_")}
     for dialect, known in (
-        (Dialect.ACCELERATE, accelerate.MARKER_KEYS),
+        (Dialect.ACCELERATE, accelerate_file.MARKER_KEYS),
         (Dialect.OWN, own_keys - KNOWN_KEYS.keys()),
         (Dialect.DEEPSPEED, deepspeed_keys),
         (Dialect.OWN, own_keys),
@@ -154,7 +154,7 @@ def _translate_own(document: Document, content: dict[Key, Node], layer: Layer, *
         elif key.name in field_specs() or key.name in ALIASES:
             layer.put(ALIASES.get(key.name, key.name), document.entry(key, node))
         else:
-            others = () if is_certain else (*accelerate.KNOWN_KEYS, *fsdp.KNOWN_KEYS)
+            others = () if is_certain else (*accelerate_file.KNOWN_KEYS, *fsdp.KNOWN_KEYS)
             sections = (path.partition(".")[0] for path in field_specs() if path.endswith(f".{key.name}"))
             one_level_off = next((f"; it belongs into the section {section!r}" for section in sections), "")
             hint = one_level_off or did_you_mean(key.name, (*_OWN_KEYS, *others))

@@ -353,7 +353,7 @@ def _rank_loss_checks(launch: LaunchConfig, describe: Callable[[str], str]) -> I
 
 
 def _activation_checks(config: RunConfig, describe: Callable[[str], str]) -> Iterator[tuple[bool, str]]:
-    """Yield contradictions about what layers keep for the backward: whether there is one, and the message."""
+    """Yield contradictions about activations: whether there is one, and the message."""
     yield (
         config.strategy == "fsdp2"
         and config.fsdp.activation_checkpointing

@@ -31,11 +31,8 @@ from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import build_precision
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext, destroy_process_group
+from accel_trainer.runtime.torch_names import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, GROUPED_MM, UNIT_EXCHANGES
 from accel_trainer.runtime.torch_private import (
-    CPU_ATTENTION,
-    CPU_ATTENTION_BACKWARD,
-    GROUPED_MM,
-    UNIT_EXCHANGES,
     OperationMode,
     clear_dtensor_caches,
     fake_tensors,

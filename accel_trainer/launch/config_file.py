@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from accel_trainer.config import Dialect, read_file, resolve, to_file_dict
 from accel_trainer.config.deepspeed_block import accelerate_fields
 from accel_trainer.config.description import commented_yaml, json_schema
-from accel_trainer.config.dialects.accelerate import DYNAMO, PARALLEL_SIZES
+from accel_trainer.config.dialects.accelerate_file import DYNAMO, PARALLEL_SIZES
 from accel_trainer.config.dialects.fsdp import fsdp_keys
 from accel_trainer.config.schema import MixedPrecision, RunConfig, get_value
 from accel_trainer.config.yaml_reader import dump_yaml

@@ -17,7 +17,7 @@ from typing import Any
 from accel_trainer.config import FieldSpec, field_specs, flag_name, schema
 from accel_trainer.config.description import documentation
 from accel_trainer.config.dialects import fsdp as fsdp_dialect
-from accel_trainer.config.dialects.accelerate import (
+from accel_trainer.config.dialects.accelerate_file import (
     DYNAMO,
     PARALLEL_COMM,
     PARALLEL_DETAILS,

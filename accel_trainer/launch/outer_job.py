@@ -90,7 +90,7 @@ class OuterJob:
                     )
 
     def check_starter(self, resolved: Resolved, hosts: HostJob | None) -> None:
-        """Refuse what only the process can do that starts the ranks, where a scheduler starts them."""
+        """Refuse options of the process that starts the ranks, where a scheduler starts them."""
         by = ", ".join(self.variables)
         if hosts is not None:
             raise ConfigError(

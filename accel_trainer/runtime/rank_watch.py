@@ -37,10 +37,8 @@ from accel_trainer.config import HangConfig
 from accel_trainer.errors import DesyncError, HangError, NonFiniteError, ProcessGroupError, RemoteRankError
 from accel_trainer.runtime.progress import PROGRESS, FactBoard, Pace
 from accel_trainer.runtime.slow_ranks import PhaseSampler
+from accel_trainer.runtime.torch_names import BROKEN_TEXTS, CLOSED_TEXT, EXPIRED_TEXTS
 from accel_trainer.runtime.torch_private import (
-    BROKEN_TEXTS,
-    CLOSED_TEXT,
-    EXPIRED_TEXTS,
     begun_collectives,
     default_group,
     group_timeout,

@@ -29,147 +29,14 @@ from torch.utils.data._utils import worker
 
 from accel_trainer import logging
 from accel_trainer.errors import AccelTrainerError
+from accel_trainer.runtime.torch_names import AGENT, FSDP_UNIT, PRIVATE_NAMES, SEEN_IN, SNAPSHOTS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 logger = logging.get_logger(__name__)
 
-SEEN_IN = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-"""Releases of torch in which all of them were found, but for those of `ABSENT_IN`."""
-ABSENT_IN = {"torch.distributed.fsdp._common_utils.collect_grad_tensors": ("2.11.0",)}
-
-# gloo raises plain RuntimeErrors, whose texts alone tell a peer that is gone from one that does not come. Without these
-# words a rank raises gloo's own error, which names no rank.
-CLOSED_TEXT = "Application timeout caused pair closure"
-BROKEN_TEXTS = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", CLOSED_TEXT,
-)  # fmt: skip
-EXPIRED_TEXTS = ("Timed out waiting", "operation timeout", "wait timeout after")
-"""What gloo, NCCL and the store say."""
-
-# Operations as a dispatch mode sees them: it is given the name, and modules of torch call them, not this library.
-GROUPED_MM = "_grouped_mm"
-CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-CPU_ATTENTION_BACKWARD = f"{CPU_ATTENTION}_backward"
-UNIT_EXCHANGES = ("_allgather_base_", "_reduce_scatter_base_")
-
-_SNAPSHOTS = ("record_memory_history", "dump_snapshot")
 _MAX_ALLOCATIONS = 1_000_000  # some hundred bytes each: an update of a 7B has 50,000
-
-_AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
-_REFUSED = "AccelTrainerError where it is used"
-_FOREACH = f"{_REFUSED}: gradients are scaled, clamped, copied and added by one kernel for all"
-_UNIT = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
-_NOT_NOTED = "ranks that use unlike parameters under FSDP2 are not told so: gloo ends them, or they hang"
-_PLANS = f"{_REFUSED}: `accel-trainer estimate` plans no layouts"
-_NOT_CLEARED = "not cleared: after find_executable_batch_size() has made a new group, DTensors may refer to the old one"
-_RING_GONE = f"{_REFUSED}: parallel.cp_size"
-_PLANNED = "`accel-trainer estimate` counts no operations of mixtures of experts, or of attention on CPUs"
-_EXPOSED = "`accel-trainer estimate` says that the computation waits for FSDP2's parameters"
-_NOT_OUTLIVED = f"{_REFUSED}: where a rank is lost, by `accel-trainer launch --on_rank_loss continue`"
-PRIVATE_NAMES = {
-    **{f"torch._foreach_{name}_": _FOREACH for name in ("add", "clamp_max", "clamp_min", "copy", "mul", "zero")},
-    "torch._foreach_norm": f"{_REFUSED}: norms of gradients are computed by one kernel for all",
-    "torch._dynamo.eval_frame.OptimizedModule._orig_mod": "torch.compile(model) is taken for a model of the user",
-    "torch.Tensor._backward_hooks": f"{_REFUSED}: hooks of parameters that FSDP2 would lose are refused",
-    "torch.Tensor._make_subclass": _REFUSED,
-    "torch.Tensor._post_accumulate_grad_hooks": f"{_REFUSED}: likewise",
-    "torch._C._distributed_c10d._dump_fr_trace_json": "reports of hangs do not name each rank's last collective",
-    "torch.amp.GradScaler._per_optimizer_states": f"{_REFUSED}: fp16 asks it whether an optimizer's step was skipped",
-    "torch._subclasses.fake_tensor.FakeTensor": "layouts with ep_size are not planned",
-    "torch._subclasses.fake_tensor.FakeTensorMode": _PLANS,
-    "torch.autograd.Variable._execution_engine": f"{_REFUSED}: FSDP2's unsharded gradients are averaged after backward",
-    "torch.distributed.Reducer._reset_state": (
-        "a model whose backward has failed cannot be trained again while its DDP wrapper is held: DDP raises"
-    ),
-    "torch.distributed.Reducer._check_reducer_finalized": (
-        "an update of DDP whose backward left parameters out is applied, and the next forward raises torch's error"
-    ),
-    "torch.distributed.ProcessGroup._device_types": _REFUSED,
-    "torch.distributed.ProcessGroup._get_backend": _REFUSED,
-    "torch.distributed.ProcessGroup._get_sequence_number_for_group": (
-        "reports of hangs do not say how many collectives each rank has begun"
-    ),
-    "torch.distributed.ProcessGroupGloo._set_default_timeout": "the timeout of a group that exists stays as it is",
-    "torch.distributed.ProcessGroupGloo.Options._timeout": "torch's default of 30 minutes is taken for the timeout",
-    "torch.distributed.distributed_c10d._get_default_group": _REFUSED,
-    "torch.distributed.distributed_c10d._get_default_store": f"{_REFUSED}: by find_executable_batch_size()",
-    "torch.distributed.distributed_c10d._world": f"{_REFUSED}: by find_executable_batch_size() on accelerators",
-    **{
-        f"{_AGENT}.{name}": f"overridden in launch/torchrun.py: {consequence}"
-        for name, consequence in {
-            "_shutdown": "workers would get signals from torch, which waits 30 s and loses their codes",
-            "_start_workers": "a failed worker would be reported after the others' end only",
-            "_rendezvous": "no heartbeat between machines, and as many ranks after a loss as before",
-            "_monitor_workers": "codes 76, 85 and 93 would start the workers again",
-            "_exit_barrier": "a machine would wait 300 s for the others' workers, and no longer",
-        }.items()
-    },
-    f"{_AGENT}._pcontext": _NOT_OUTLIVED,
-    **{
-        f"torch.nn.parallel.DistributedDataParallel.{name}": f"{_REFUSED}: by on_rank_loss 'continue'"
-        for name in ("_update_process_group", "_sync_buffers")
-    },
-    f"{_AGENT}._remaining_restarts": (f"{_REFUSED}: jobs on several ranks, by `accel-trainer launch`"),
-    "torch.distributed.fsdp._common_utils.collect_grad_tensors": (
-        "dataclasses that a model of FSDP2 returns are refused; releases without it do not look into them"
-    ),
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": _NOT_NOTED,
-    _UNIT: f"{_NOT_NOTED}; by its methods pre_forward and post_backward",
-    "torch.distributed.nn.functional.all_reduce.__defaults__": "nothing to forget: no function holds the group",
-    "torch.distributed.tensor.DTensor._spec": "DTensor.from_local() derives the layout again, in ten times the time",
-    "torch.distributed.tensor._collective_utils.MeshTopoInfo.build_from_mesh": _NOT_CLEARED,
-    "torch.distributed.tensor._redistribute._gen_transform_infos": _NOT_CLEARED,
-    "torch.distributed.tensor._redistribute.clear_redistribute_planner_cache": _NOT_CLEARED,
-    **{
-        f"torch.distributed.tensor.experimental._context_parallel._attention.{name}": _RING_GONE
-        for name in ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "_RotateMethod")
-    },
-    **{f"torch._C._dispatch_{name}": _RING_GONE for name in ("has_kernel_for_dispatch_key", "key_for_device")},
-    **{
-        f"torch.ops.aten._scaled_dot_product_{name}": _RING_GONE
-        for kind in ("flash", "efficient")
-        for name in (f"{kind}_attention", f"{kind}_attention_backward")
-    },
-    **{f"torch.ops.aten.{name}": _PLANNED for name in (GROUPED_MM, CPU_ATTENTION, CPU_ATTENTION_BACKWARD)},
-    **{f"torch.ops.c10d.{name}": _EXPOSED for name in UNIT_EXCHANGES},
-    "torch.distributed.tensor.debug._clear_sharding_prop_cache": _NOT_CLEARED,
-    **{
-        f"torch.cuda.memory._{name}": "a trace of updates comes without a snapshot of the memory" for name in _SNAPSHOTS
-    },
-    "torch.distributed.device_mesh.DeviceMesh._pg_registry": _NOT_CLEARED,
-    "torch.distributed.device_mesh.DeviceMesh._flatten": f"{_REFUSED}: ParallelismConfig.build_device_mesh()",
-    "torch.distributed.device_mesh.DeviceMesh._unflatten": f"{_REFUSED}: parallel.ep_size",
-    "torch.nn.Module._buffers": _REFUSED,
-    "torch.nn.Module._call_impl": _REFUSED,
-    "torch.nn.Module._compiled_call_impl": f"{_REFUSED}: models whose forward is torch's own would not be compiled",
-    "torch.nn.Module._forward_hooks": f"{_REFUSED}: prompts of PEFT are saved under FSDP2 and ZeRO-3",
-    "torch.nn.Module._forward_pre_hooks": f"{_REFUSED}: likewise",
-    "torch.nn.Module._modules": _REFUSED,
-    "torch.nn.Module._non_persistent_buffers_set": f"{_REFUSED}: such buffers are in no state dict, and not offloaded",
-    "torch.nn.Module._parameters": _REFUSED,
-    "torch.nn.MultiheadAttention._reset_parameters": "values that a checkpoint lacks are reported as not initialised",
-    "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data": "exposed communication is not measured",
-    "torch.ops.aten.mm.default._schema": f"{_REFUSED}: activation_checkpointing selective or ops",
-    "torch.optim.AdamW._step_supports_amp_scaling": "fp16: fused optimizers cost a kernel more",
-    "torch.testing._internal.distributed.fake_pg.FakeStore": _PLANS,
-    "torch.utils._python_dispatch.TorchDispatchMode": _PLANS,
-    "torch.utils._pytree.tree_leaves": _REFUSED,
-    "torch.utils.checkpoint._CachingTorchDispatchMode": (
-        f"{_REFUSED}: activation_offload with activation_checkpointing selective or ops"
-    ),
-    "torch.utils.data.DataLoader._IterableDataset_len_called": "torch may warn about the length of a stream",
-    "torch.utils.data.DataLoader._get_iterator": (
-        "overridden in data/loader.py: what workers draw would depend on where a pass begins, as with torch alone"
-    ),
-    "torch.utils.data.DataLoader._iterator": "persistent workers would be shared by a prepared loader and its copies",
-    "torch.utils.data._utils.worker._worker_info": (
-        f"{_REFUSED}: a stream that workers have read goes on with another number of them"
-    ),
-    "torch.utils.data.dataloader._BaseDataLoaderIter": "a loader that keeps an iterator of the dataset is not refused",
-}
-"""By the path of a name, the consequence on a release of torch without it."""
 
 
 def _gone(path: str) -> AccelTrainerError:
@@ -447,7 +314,7 @@ def guard_buffers(replicas: nn.parallel.DistributedDataParallel, on_error: Calla
 
 def forget_worker(agent: SimpleElasticAgent, local_rank: int) -> None:
     """Have torch's elastic agent go on without one of its workers, which has ended."""
-    worker = _need(agent, f"{_AGENT}._pcontext").subprocess_handlers[local_rank].proc
+    worker = _need(agent, f"{AGENT}._pcontext").subprocess_handlers[local_rank].proc
     worker.wait()
     worker.returncode = 0  # as the agent takes one that has come to its end
 
@@ -507,7 +374,7 @@ def watch_units(
             if hasattr(group, "pre_forward") and hasattr(group, "post_backward"):
                 _watch_unit(group, name, on_gather, on_reduce)
             else:
-                _say_missing(_UNIT)
+                _say_missing(FSDP_UNIT)
 
 
 def _watch_unit(group: Any, name: str, on_gather: Callable[[str], None], on_reduce: Callable[..., None]) -> None:
@@ -704,7 +571,7 @@ def begun_collectives() -> dict[str, int]:
 @contextmanager
 def recording_allocations(path: Path, device: torch.device) -> Iterator[None]:
     """Write the allocations of the block on a GPU, for pytorch.org/memory_viz; nothing of another device."""
-    record, dump = (_find(torch.cuda.memory, f"torch.cuda.memory._{name}") for name in _SNAPSHOTS)
+    record, dump = (_find(torch.cuda.memory, f"torch.cuda.memory._{name}") for name in SNAPSHOTS)
     if device.type != "cuda" or record is None or dump is None:
         yield
         return
@@ -729,12 +596,12 @@ def last_collective() -> str:
 
 def remaining_restarts(agent: SimpleElasticAgent) -> int:
     """Return how often torch's elastic agent may still start its workers again."""
-    return int(_need(agent, f"{_AGENT}._remaining_restarts"))
+    return int(_need(agent, f"{AGENT}._remaining_restarts"))
 
 
 def end_restarts(agent: SimpleElasticAgent) -> None:
     """Have torch's elastic agent start its workers no more."""
-    _need(agent, f"{_AGENT}._remaining_restarts")
+    _need(agent, f"{AGENT}._remaining_restarts")
     agent._remaining_restarts = 0
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.runtime.model_wrappers import copy_with, unsharded_shape, unwrap_module
-from accel_trainer.runtime.torch_private import GROUPED_MM, fake_tensors
+from accel_trainer.runtime.torch_names import GROUPED_MM
+from accel_trainer.runtime.torch_private import fake_tensors
 from accel_trainer.tree import leaves, map_leaves
 
 _HOPPER, _ADA = "NVIDIA H100 Tensor Core GPU datasheet", "NVIDIA Ada GPU architecture whitepaper, appendix A"

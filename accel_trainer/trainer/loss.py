@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,10 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import unwrap_peft_model
 
 from accel_trainer import logging
+from accel_trainer.config import LossImplementation
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.rng import KeptStreams
+from accel_trainer.techniques.chunked_loss import find_chunked_loss
 from accel_trainer.trainer.arguments.training_arguments import setting
 
 if TYPE_CHECKING:
@@ -87,6 +89,31 @@ class LossNormalization:
         with setting(trainer.args, average_tokens_across_devices=over_ranks):
             loss: Tensor = trainer.compute_loss(model, inputs, num_items_in_batch=num_items)
         return loss
+
+    def weigh(self, trainer: Trainer, loss: Tensor, *, has_items: bool) -> Tensor:
+        """Return the loss of a micro-batch, as its part of the mean over the update."""
+        reader = trainer._reader
+        is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such attribute
+        if trainer.divides_as_upstream:  # by the rules of transformers 5.23 (trainer.py:2102)
+            if is_scaled is None:
+                is_scaled = trainer.model_accepts_loss_kwargs and has_items or trainer.compute_loss_func is not None
+            loss = loss if is_scaled else loss / trainer.current_gradient_accumulation_steps
+            if reader is None:
+                return loss
+            # Only where `even_batches` is off: a rank without samples counts none.
+            return reader.weigh(loss, LossKind.BY_ITEMS, has_items=False, over_ranks=False, shifts_labels=False)
+        kind = self.kind
+        if kind is None:
+            return loss  # the update has one micro-batch, on one process
+        if is_scaled is not None:
+            kind = LossKind.BY_ITEMS if is_scaled else LossKind.ROW_MEAN
+        elif self.is_multiplied:
+            loss = loss / trainer.accelerator.readers.world_size
+        if reader is None:
+            return loss if kind is LossKind.BY_ITEMS else loss / trainer.current_gradient_accumulation_steps
+        over_ranks = trainer.args.average_tokens_across_devices
+        shifts_labels = trainer._loss_shifts_labels
+        return reader.weigh(loss, kind, has_items=has_items, over_ranks=over_ranks, shifts_labels=shifts_labels)
 
     def _first_loss(self, trainer: Trainer, model: nn.Module, inputs: Any, num_items: Any) -> Tensor:
         accepted = trainer.model_accepts_loss_kwargs
@@ -251,6 +278,16 @@ class _FirstBatch:
         with _leaving_no_trace(self._model):
             self._streams.put_back()
             return self.compute_loss(self._model, copy.copy(self._inputs), num_items, factor=factor)
+
+
+def smoothing_chunks(trainer: Trainer, model: nn.Module) -> AbstractContextManager[None]:
+    """Context in which a loss that is made in chunks smooths labels itself: upstream's smoother wants logits."""
+    is_plain = trainer.accelerator.config.loss is LossImplementation.PLAIN
+    chunked = None if is_plain else find_chunked_loss(model)
+    if chunked is None:
+        return nullcontext()
+    chunked.label_smoothing = 0.0 if trainer.label_smoother is None else trainer.label_smoother.epsilon
+    return setting(trainer, label_smoother=None)
 
 
 _SAME = 1e-3

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.trainer_utils import BestRun, TrainOutput
+from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS
+from transformers.trainer_utils import BestRun, HPSearchBackend, TrainOutput, default_compute_objective
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from accel_trainer.errors import ConfigError, ProcessGroupError
@@ -30,9 +31,17 @@ _DONE, _FAILED, _TRIAL = "done", "failed", "trial"
 
 
 def search_with_optuna(
-    trainer: Trainer, n_trials: int, direction: str | list[str], **kwargs: Any
+    trainer: Trainer,
+    hp_space: Callable[[Any], dict[str, Any]] | None,
+    compute_objective: Callable[[dict[str, float]], Any] | None,
+    n_trials: int,
+    direction: str | list[str],
+    hp_name: Callable[[Any], str] | None,
+    **kwargs: Any,
 ) -> BestRun | list[BestRun]:
     """Return the best of `n_trials` trials, on every rank; several for several objectives. Collective.
+
+    Upstream's loop (5.23, integration_utils.py:235) needs accelerate, and waits for ever for a pruned rank 0.
 
     Args:
         direction: "minimize" or "maximize", or one for each objective.
@@ -40,7 +49,15 @@ def search_with_optuna(
 
     Raises:
         ConfigError: `n_jobs` asks for trials at the same time.
+        RuntimeError: Optuna is not installed, or there is no `model_init`.
     """
+    optuna = ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA]()
+    optuna.ensure_available()
+    if trainer.model_init is None:
+        raise RuntimeError("To use hyperparameter search, you need to pass your model through a model_init function.")
+    trainer.hp_search_backend, trainer.hp_name = HPSearchBackend.OPTUNA, hp_name
+    trainer.hp_space = hp_space or optuna.default_hp_space
+    trainer.compute_objective = compute_objective or default_compute_objective
     if kwargs.pop("n_jobs", 1) != 1:
         raise ConfigError(
             "n_jobs asks for trials at the same time, and all of them train with this one Trainer; leave it out, and "

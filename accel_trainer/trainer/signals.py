@@ -135,7 +135,7 @@ class Decisions:
         self._exchange_now(control, _ALL)
 
     def _decide(self, control: TrainerControl, expected: int, can: int) -> None:
-        """Act on what every rank sets unless a callback clears it, on what is due, and on what the ranks share."""
+        """Act on flags that every rank sets unless a callback clears them, on due ones, and on those they share."""
         flags = flags_of(control)
         due, self._due = self._due & can, self._due & ~can
         acted = self._meet(flags | due, expected | due, can)
@@ -143,7 +143,7 @@ class Decisions:
             _write(control, acted, _ALL)
 
     def _meet(self, own: int, expected: int = 0, can: int = 0) -> int:
-        """Return the flags that all ranks act on at this boundary; what else they have become due later."""
+        """Return the flags that all ranks act on at this boundary; the others become due later."""
         self._position += 1
         calls = own != expected or self._signals.is_requested and not self.is_preempted
         if not self._meeting.meets(self._position, calls=calls):

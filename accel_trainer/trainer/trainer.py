@@ -7,7 +7,6 @@ optimizers, schedules, callbacks, logging, the hub and the order of everything s
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import operator
@@ -15,7 +14,7 @@ import os
 import time
 import traceback
 from collections.abc import Mapping, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, default_hp_search_backend
+from transformers.hyperparameter_search import default_hp_search_backend
 from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import (
     BestRun,
@@ -33,7 +32,6 @@ from transformers.trainer_utils import (
     HPSearchBackend,
     SaveStrategy,
     TrainOutput,
-    default_compute_objective,
 )
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
@@ -46,7 +44,6 @@ from accel_trainer.runtime.model_wrappers import move_module
 from accel_trainer.runtime.preemption import StopSignals
 from accel_trainer.runtime.rank_watch import failing_together
 from accel_trainer.runtime.rng import KeptStreams
-from accel_trainer.techniques.chunked_loss import find_chunked_loss
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments, setting
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.resuming import ResumingMethods, begin_pass, keeping_best, loading_by_override
@@ -55,12 +52,12 @@ from accel_trainer.trainer.evaluation import EvaluationPreempted, run_evaluation
 from accel_trainer.trainer.fingerprints import Fingerprints
 from accel_trainer.trainer.loop import EpochRun, WindowReader, take_back
 from accel_trainer.trainer.loss import (
-    LossKind,
     LossNormalization,
     build_smoother,
     count_labels,
     predicts_first_label,
     predicts_next_token,
+    smoothing_chunks,
 )
 from accel_trainer.trainer.loss_spikes import LossSpikes
 from accel_trainer.trainer.memory_account import explaining_memory
@@ -82,6 +79,7 @@ from accel_trainer.trainer.training_data import (
     check_packing_arguments,
     mixed_training_data,
     packed_for_training,
+    padding_collator,
 )
 from accel_trainer.tree import is_namedtuple, map_leaves
 
@@ -130,8 +128,6 @@ class Trainer(ResumingMethods, transformers.Trainer):
     """Of the model as the epoch began, where none has a train() of its own."""
     _schedule_of_both: Any = None
     loss_spikes: LossSpikes | None = None
-    _num_flops_parameters: tuple[int, int] | None = None
-    """The model's id, and how many of its parameters multiply inputs."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a class that would put methods here before those of another library's Trainer."""
@@ -183,7 +179,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
             # Upstream's callback (5.23, trainer_jit_checkpoint.py) acts on a rank's own signal, and hangs the others.
             jit, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
             super().__init__(load_model(model, args), args, *rest, **kwargs)
-            self.data_collator = _padding_collator(self.data_collator, args.pad_batches_to_multiple_of)
+            self.data_collator = padding_collator(self.data_collator, args.pad_batches_to_multiple_of)
             args.enable_jit_checkpoint = jit
             self.run_checkpoints = RunCheckpoints(self.accelerator.process)
             self.run_clock = RunClock(self.accelerator.process)
@@ -297,7 +293,6 @@ class Trainer(ResumingMethods, transformers.Trainer):
             self._preparation.check_not_cast(self)
         self._taken_arguments.begin(self)
         searches = self._searches_batch_size = self.args.auto_find_batch_size
-        self._num_flops_parameters = None
         # Upstream's search (5.23, trainer.py:1570) needs accelerate, and goes on with the weights that an attempt left.
         self.args.auto_find_batch_size = False
         self.run_clock = RunClock(self.accelerator.process)
@@ -348,7 +343,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
             self.decisions.meet_anew()
 
     def end_decisions(self, *, is_failed: bool) -> None:
-        """End what the ranks of a run decide together; `is_failed` where the others may still wait for this one."""
+        """End the common decisions of a run's ranks; `is_failed` where the others may still wait for this one."""
         decisions, self.decisions = self.decisions, None
         if decisions is not None:
             decisions.close(is_failed=is_failed)
@@ -478,12 +473,12 @@ class Trainer(ResumingMethods, transformers.Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager(), self._smoothing_chunks(model):
+        with self.compute_loss_context_manager(), smoothing_chunks(self, model):
             loss = self._loss_normalization.compute(self, model, inputs, num_items_in_batch)
         del inputs
         if args.torch_empty_cache_steps is not None and self.state.global_step % args.torch_empty_cache_steps == 0:
             clear_device_cache()
-        loss = self._weigh(loss, num_items_in_batch is not None)
+        loss = self._loss_normalization.weigh(self, loss, has_items=num_items_in_batch is not None)
         if accelerator.has_lomo_optimizer:
             accelerator.lomo_backward(loss, self._get_learning_rate())
             return loss.detach()
@@ -496,49 +491,10 @@ class Trainer(ResumingMethods, transformers.Trainer):
         (Tensor.backward if is_bare else accelerator.unit_of(model).backward)(loss, **options)
         return loss.detach()
 
-    def _smoothing_chunks(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context in which a loss that is made in chunks smooths labels itself: upstream's smoother wants logits."""
-        is_plain = self.accelerator.config.loss is LossImplementation.PLAIN
-        chunked = None if is_plain else find_chunked_loss(model)
-        if chunked is None:
-            return nullcontext()
-        chunked.label_smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
-        return setting(self, label_smoother=None)
-
-    def _weigh(self, loss: Tensor, has_items: bool) -> Tensor:
-        """Return the loss of a micro-batch, as its part of the mean over the update."""
-        normalization, over_ranks = self._loss_normalization, self.args.average_tokens_across_devices
-        if self.divides_as_upstream:
-            return self._divide_as_upstream(loss, has_items)
-        kind = normalization.kind
-        if kind is None:
-            return loss  # the update has one micro-batch, on one process
-        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such attribute
-        if is_scaled is not None:
-            kind = LossKind.BY_ITEMS if is_scaled else LossKind.ROW_MEAN
-        elif normalization.is_multiplied:
-            loss = loss / self.accelerator.readers.world_size
-        if self._reader is None:
-            return loss if kind is LossKind.BY_ITEMS else loss / self.current_gradient_accumulation_steps
-        return self._reader.weigh(
-            loss, kind, has_items=has_items, over_ranks=over_ranks, shifts_labels=self._loss_shifts_labels
-        )
-
     @property
     def divides_as_upstream(self) -> bool:
         """Whether losses are divided by transformers' own rules, which trust signatures."""
         return self.accelerator.config.accumulation.loss_division is LossDivision.TRANSFORMERS
-
-    def _divide_as_upstream(self, loss: Tensor, has_items: bool) -> Tensor:
-        """Return the loss of a micro-batch as transformers 5.23 (trainer.py:2102) divides it."""
-        is_scaled = getattr(self, "loss_is_scaled_for_ga", None)
-        if is_scaled is None:
-            is_scaled = self.model_accepts_loss_kwargs and has_items or self.compute_loss_func is not None
-        loss = loss if is_scaled else loss / self.current_gradient_accumulation_steps
-        if self._reader is None:
-            return loss
-        # Only where `even_batches` is off: a rank without samples counts none.
-        return self._reader.weigh(loss, LossKind.BY_ITEMS, has_items=False, over_ranks=False, shifts_labels=False)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Tensor | None:
         """Return the divisor of a loss by items: the labels of an update (scalar, int64), of all ranks or of this.
@@ -601,18 +557,10 @@ class Trainer(ResumingMethods, transformers.Trainer):
         name = getattr(self.model, "main_input_name", "input_ids")
         if not isinstance(inputs, Mapping) or name not in inputs or not hasattr(self.model, "num_parameters"):
             return 0
-        known = self._num_flops_parameters
-        if known is None or known[0] != id(self.model):
-            # Counted once for a model: num_parameters() walks through all of them, and upstream calls it in every step.
-            # Under ZeRO-3 a rank holds partitions, which it counts as nothing.
-            embeddings = nn.ModuleList(module for module in self.model.modules() if isinstance(module, nn.Embedding))
-            num_elsewhere = _count_elsewhere(self.model) - _count_elsewhere(embeddings)
-            num_multiplying = self.model.num_parameters(exclude_embeddings=True) + num_elsewhere
-            known = self._num_flops_parameters = (id(self.model), num_multiplying)
         size = inputs[name].numel()
         if name == "input_ids":
             self.run_clock.num_tokens += size
-        return 6 * size * known[1]
+        return 6 * size * self.run_clock.count_multiplying(self.model)
 
     def _maybe_log_save_evaluate(
         self,
@@ -783,52 +731,13 @@ class Trainer(ResumingMethods, transformers.Trainer):
             )
         chosen = HPSearchBackend(default_hp_search_backend() if backend is None else backend)
         try:
-            if chosen is not HPSearchBackend.OPTUNA:
-                return super().hyperparameter_search(
-                    hp_space, compute_objective, n_trials, direction, chosen, hp_name, **kwargs
-                )
-            # Upstream's loop (5.23, integration_utils.py:235) needs accelerate, and waits for ever for a pruned rank 0.
-            optuna = ALL_HYPERPARAMETER_SEARCH_BACKENDS[chosen]()
-            optuna.ensure_available()
-            if self.model_init is None:
-                raise RuntimeError(
-                    "To use hyperparameter search, you need to pass your model through a model_init function."
-                )
-            self.hp_search_backend, self.hp_name = chosen, hp_name
-            self.hp_space = hp_space or optuna.default_hp_space
-            self.compute_objective = compute_objective or default_compute_objective
-            return search_with_optuna(self, n_trials, direction, **kwargs)
+            if chosen is HPSearchBackend.OPTUNA:
+                return search_with_optuna(self, hp_space, compute_objective, n_trials, direction, hp_name, **kwargs)
+            return super().hyperparameter_search(
+                hp_space, compute_objective, n_trials, direction, chosen, hp_name, **kwargs
+            )
         finally:
             self.hp_search_backend = None
-
-
-def _padding_collator(collator: Any, multiple: int | None) -> Any:
-    """Return a collator that pads to a multiple of a length: a copy of the given one, or that one where none is asked.
-
-    Raises:
-        ConfigError: it pads nothing, or to another multiple.
-    """
-    if multiple is None:
-        return collator
-    before = getattr(collator, "pad_to_multiple_of", 0)
-    if before not in (None, multiple) or multiple < 1:
-        name = getattr(collator, "__name__", type(collator).__name__)
-        own = f"pads to a multiple of {before}" if before else "has no such option"
-        reason = "is no length" if multiple < 1 else f"cannot be asked of {name}, which {own}"
-        raise ConfigError(
-            f"pad_batches_to_multiple_of={multiple} {reason}; use a collator of transformers that pads, such as "
-            "DataCollatorWithPadding(tokenizer), and a length of 1 or more, or leave it out"
-        )
-    # A copy: the collator is the user's, who may give it to another Trainer as well.
-    padding = copy.copy(collator)
-    padding.pad_to_multiple_of = multiple
-    return padding
-
-
-def _count_elsewhere(module: nn.Module) -> int:
-    """Return the number of elements of a module's parameters that this rank does not hold."""
-    num_held = sum(parameter.numel() for parameter in module.parameters())
-    return int(get_model_param_count(module)) - num_held
 
 
 class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):

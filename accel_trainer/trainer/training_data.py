@@ -139,6 +139,29 @@ def packing_collator(trainer: Trainer, columns: Any = None) -> Any:
     )
 
 
+def padding_collator(collator: Any, multiple: int | None) -> Any:
+    """Return a collator that pads to a multiple of a length: a copy of the given one, or that one where none is asked.
+
+    Raises:
+        ConfigError: it pads nothing, or to another multiple.
+    """
+    if multiple is None:
+        return collator
+    before = getattr(collator, "pad_to_multiple_of", 0)
+    if before not in (None, multiple) or multiple < 1:
+        name = getattr(collator, "__name__", type(collator).__name__)
+        own = f"pads to a multiple of {before}" if before else "has no such option"
+        reason = "is no length" if multiple < 1 else f"cannot be asked of {name}, which {own}"
+        raise ConfigError(
+            f"pad_batches_to_multiple_of={multiple} {reason}; use a collator of transformers that pads, such as "
+            "DataCollatorWithPadding(tokenizer), and a length of 1 or more, or leave it out"
+        )
+    # A copy: the collator is the user's, who may give it to another Trainer as well.
+    padding = copy.copy(collator)
+    padding.pad_to_multiple_of = multiple
+    return padding
+
+
 def check_packed_model(trainer: Trainer, model: Any, train_dataloader: Any) -> None:
     """Refuse a prepared model that does not tell packed documents apart, before its first batch. Collective."""
     collator: Any = getattr(train_dataloader, "collate_fn", None)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from accel_trainer.config.deepspeed_block import CONFIG_FILE, FIELDS, KEY_PREFIX, put_block
-from accel_trainer.config.dialects.accelerate import DYNAMO, FP8, PARALLEL_COMM, PARALLEL_SIZES, put_parallelism
+from accel_trainer.config.dialects.accelerate_file import DYNAMO, FP8, PARALLEL_COMM, PARALLEL_SIZES, put_parallelism
 from accel_trainer.config.dialects.fsdp import is_known_key, translate_entries
 from accel_trainer.config.document import Entry
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind

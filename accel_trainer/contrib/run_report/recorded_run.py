@@ -1,4 +1,4 @@
-"""A run as its page shows it: what its TrainerState and its own record say. Reads the runs of any Trainer."""
+"""A run as its page shows it, by its TrainerState and its own record. Reads the runs of any Trainer."""
 
 from __future__ import annotations
 

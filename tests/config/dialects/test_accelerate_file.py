@@ -14,7 +14,7 @@ from accel_trainer.config import (
     read_file,
     resolve,
 )
-from accel_trainer.config.dialects.accelerate import KNOWN_KEYS
+from accel_trainer.config.dialects.accelerate_file import KNOWN_KEYS
 from accel_trainer.errors import ConfigError
 from tests.trainer_jobs import ACCELERATE_YAML
 
