@@ -179,7 +179,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
             # Upstream's callback (5.23, trainer_jit_checkpoint.py) acts on a rank's own signal, and hangs the others.
             jit, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
             super().__init__(load_model(model, args), args, *rest, **kwargs)
-            self.data_collator = padding_collator(self.data_collator, args.pad_batches_to_multiple_of)
+            self.data_collator = padding_collator(self.data_collator, args)
             args.enable_jit_checkpoint = jit
             self.run_checkpoints = RunCheckpoints(self.accelerator.process)
             self.run_clock = RunClock(self.accelerator.process)

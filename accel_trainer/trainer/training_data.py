@@ -139,12 +139,13 @@ def packing_collator(trainer: Trainer, columns: Any = None) -> Any:
     )
 
 
-def padding_collator(collator: Any, multiple: int | None) -> Any:
-    """Return a collator that pads to a multiple of a length: a copy of the given one, or that one where none is asked.
+def padding_collator(collator: Any, args: TrainingArguments) -> Any:
+    """Return a collator that pads to the length that is asked for: a copy of the given one, or that one without it.
 
     Raises:
         ConfigError: it pads nothing, or to another multiple.
     """
+    multiple = args.pad_batches_to_multiple_of
     if multiple is None:
         return collator
     before = getattr(collator, "pad_to_multiple_of", 0)
