@@ -53,7 +53,8 @@ def json_schema() -> dict[str, Any]:
         place = properties[section]["properties"] if section else properties
         place[name] = _property(spec)
         if path in LOW_ENDS:
-            place[name]["type"].append("string")
+            given = place[name]["type"]
+            place[name]["type"] = [*([given] if isinstance(given, str) else given), "string"]
             place[name]["pattern"] = r"^\d+:\d+$"
     properties |= {name: _property(field_specs()[path]) for name, path in ALIASES.items()}
     return {

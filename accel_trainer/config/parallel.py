@@ -82,7 +82,9 @@ def axis_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str
     for path, number in numbers.items():
         try:
             if number is not None:
-                axis_sizes(config, describe, number, config.launch.num_machines)
+                is_fewest = path == "launch.min_processes" and config.launch.min_machines is not None
+                machines = config.launch.min_machines if is_fewest else config.launch.num_machines
+                axis_sizes(config, describe, number, machines)
         except ConfigError as error:
             problems.append(f"{describe(path)}: {error}" if path == "launch.min_processes" else str(error))
     return problems

@@ -352,7 +352,9 @@ class LaunchConfig:
     min_processes: int | None = None
     """Fewest processes that a job whose workers are started again goes on with; None: as many as before."""
     num_machines: int = 1
-    """Machines of the job."""
+    """Machines of the job. MIN:MAX sets min_machines, too."""
+    min_machines: int | None = None
+    """Fewest machines that a job begins or goes on with, others come and go (rdzv_backend c10d); None: all of them."""
     machine_rank: int = 0
     """Number of this machine, from 0."""
     main_process_ip: str | None = None
@@ -517,7 +519,7 @@ COMPAT_DEFAULTS: Mapping[Compat, Mapping[str, Any]] = {
 }
 """Defaults of options, by dotted path, that `compat` puts in the place of ours."""
 
-LOW_ENDS = {"launch.num_processes": "launch.min_processes"}
+LOW_ENDS = {"launch.num_processes": "launch.min_processes", "launch.num_machines": "launch.min_machines"}
 """Options that take MIN:MAX, with those that MIN is for."""
 
 

@@ -111,6 +111,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "launch.num_processes": _at_least(1),
     "launch.min_processes": _at_least(1),
     "launch.num_machines": _at_least(1),
+    "launch.min_machines": _at_least(1),
     "launch.machine_rank": _at_least(0),
     "launch.main_process_port": (lambda port: 0 <= port <= 65535, "a port number from 0 to 65535"),
     "launch.gpu_ids": (lambda ids: bool(re.fullmatch(r"all|\d+(,\d+)*", ids)), "'all' or GPU numbers such as '0,2'"),
@@ -335,10 +336,33 @@ def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[st
         ),
         *_rank_loss_checks(launch, describe),
         *_activation_checks(config, describe),
+        *_machine_checks(launch, describe),
         *_local_step_checks(config, describe),
         *_backward_update_checks(config, describe),
     )
     return [*axis_problems(config, describe), *(problem for is_wrong, problem in checks if is_wrong)]
+
+
+def _machine_checks(launch: LaunchConfig, describe: Callable[[str], str]) -> Iterator[tuple[bool, str]]:
+    """Yield contradictions about machines that come and go."""
+    fewest = launch.min_machines
+    if fewest is None:
+        return
+    named = describe("launch.min_machines")
+    yield (
+        fewest > launch.num_machines,
+        f"{named} does not fit {describe('launch.num_machines')}: give both, as num_machines MIN:MAX",
+    )
+    yield (
+        launch.rdzv_backend == "static",
+        f"{named} with {describe('launch.rdzv_backend')}, where no machine comes or goes; set rdzv_backend to c10d",
+    )
+    expected = None if launch.num_processes is None else launch.num_processes // launch.num_machines * fewest
+    yield (
+        launch.min_processes != expected or expected is None,
+        f"{named} with {describe('launch.min_processes')} and {describe('launch.num_processes')}: say how many "
+        f"processes so few and all machines have: num_processes {expected or 'MIN'}:{launch.num_processes or 'MAX'}",
+    )
 
 
 def _rank_loss_checks(launch: LaunchConfig, describe: Callable[[str], str]) -> Iterator[tuple[bool, str]]:

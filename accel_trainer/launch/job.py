@@ -346,10 +346,11 @@ def _check_restarts(resolved: Resolved) -> None:
             f"{fewest} is for workers that are started again, and {describe('launch.max_restarts')} starts none; set "
             "max_restarts, or give num_processes one number"
         )
-    if launch.num_machines > 1:
+    if launch.num_machines > 1 and launch.min_machines is None:
         raise ConfigError(
             f"{fewest} with {describe('launch.num_machines')}, each of which starts as many processes as the others: "
-            "a job goes on with fewer on one machine alone; give num_processes one number"
+            "a job goes on with fewer on one machine, or without a machine; give num_processes one number, or "
+            "num_machines MIN:MAX, too"
         )
     if resolved.config.strategy not in (*_WITHOUT_GROUP, *UNBOUND):
         load_strategy(resolved.config.strategy).check_config(resolved, launch.min_processes)
@@ -385,6 +386,9 @@ def worker_environment(
     grace = resolved.config.preemption.grace_seconds
     if grace is not None:
         variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace)))
+    if launch.num_machines > 1 and launch.rdzv_backend == "c10d":
+        # torch's agent (2.15, dynamic_rendezvous.py) keeps the address of the first round's rank 0 for all rounds.
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return _interface_variables(launch, interface) | variables
 
 

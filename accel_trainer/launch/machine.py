@@ -131,12 +131,19 @@ def find_interface(address: str | None) -> str | None:
     """
     if address is None:
         return _LOOPBACK if _LOOPBACK in dict(socket.if_nameindex()).values() else None
+    with suppress(OSError):
+        own = local_address(address)
+        return next((name for name, found in _addresses() if found == own), None)
+    return None
+
+
+def local_address(address: str) -> str | None:
+    """Return this machine's own address towards another one; None where it cannot be told. Nothing is sent."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)
-            own = probe.getsockname()[0].partition("%")[0]
-        return next((name for name, found in _addresses() if found == own), None)
+            return str(probe.getsockname()[0].partition("%")[0])
     except OSError:
         return None
 

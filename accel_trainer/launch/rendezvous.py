@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.launch.machine import local_address
 from accel_trainer.logging import write_stderr
 from accel_trainer.runtime.launchers import DEFAULT_PORT, bracket_ipv6
 
@@ -39,6 +40,10 @@ _POLL_SECONDS = 0.1
 # A launcher that is gone is named within 15 s: this silence, one more beat, and the others' next look.
 _BEAT_SECONDS = 1.0
 _LOST_SECONDS = 12.0
+
+
+# Of machines that come and go: torch takes one for lost after 15 s, and waits 30 s for more than the fewest.
+_ELASTIC_SETTINGS = {"keep_alive_interval": "2", "keep_alive_max_attempt": "3", "last_call_timeout": "5"}
 
 
 def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
@@ -63,10 +68,15 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
     run_id = settings.pop("rdzv_id", "accel_trainer")
     if launch.rdzv_backend == "c10d":
         settings.setdefault("is_host", str(hosts_store(launch)))
-    endpoint, size = f"{bracket_ipv6(address)}:{port}", launch.num_machines
+    endpoint, most = f"{bracket_ipv6(address)}:{port}", launch.num_machines
+    fewest = launch.min_machines or most
+    if fewest < most:
+        settings = _ELASTIC_SETTINGS | settings
+    # The ranks' store is at the address of one machine, whose own name others may not know.
+    own = None if is_alone else local_address(address)
     try:
         return get_rendezvous_handler(
-            RendezvousParameters(launch.rdzv_backend, endpoint, run_id, size, size, **settings)
+            RendezvousParameters(launch.rdzv_backend, endpoint, run_id, fewest, most, local_addr=own, **settings)
         )
     except (ValueError, TypeError, ImportError, RendezvousError) as error:
         conf = f" with rdzv_conf {launch.rdzv_conf!r}" if launch.rdzv_conf else ""
@@ -285,7 +295,7 @@ class Launchers:
     def failure(self) -> MachineFailure | None:
         """The first failure of the job that is known here, of this machine or of another."""
         if self._failure is None and not self._hosts_store and time.monotonic() - self._answered > _LOST_SECONDS:
-            self._failure = _lost(self._host)
+            self._failure = lost(self._host)
         return self._failure
 
     def wait_for_failure(self) -> MachineFailure | None:
@@ -295,9 +305,9 @@ class Launchers:
             time.sleep(_POLL_SECONDS)
         return self.failure
 
-    def tell(self, code: int, text: str) -> None:
+    def tell(self, code: int, text: str, *, may_come_back: bool = False) -> None:
         """Publish a failure of this machine, unless there is an earlier one, which is then known here, too."""
-        self._publish(MachineFailure(self.machine, code, text))
+        self._publish(MachineFailure(self.machine, code, text, may_come_back))
 
     def wait_until_all_are_done(self) -> None:
         """Wait until the workers of every machine have ended without an error, or there is a failure."""
@@ -331,8 +341,8 @@ class Launchers:
                 break
             time.sleep(_POLL_SECONDS)
         for machine in left:
-            if self._is_silent(machine) and self._failure != _lost(machine):
-                write_stderr(f"accel-trainer launch: on machine {machine} {_lost(machine).text}")
+            if self._is_silent(machine) and self._failure != lost(machine):
+                write_stderr(f"accel-trainer launch: on machine {machine} {lost(machine).text}")
 
     def _run(self) -> None:
         try:
@@ -346,7 +356,7 @@ class Launchers:
                     return
         except RuntimeError:
             if not self._leaving.is_set():
-                self._failure = self._failure or _lost(self._host)
+                self._failure = self._failure or lost(self._host)
 
     def _look(self) -> None:
         """Read the others' keys; nothing here waits."""
@@ -355,21 +365,21 @@ class Launchers:
         machines = [self.machine, *self._others]
         self._all_are_done = self._store.check([f"done/{machine}" for machine in machines])
         if self._hosts_store:
-            self._look_for_lost()
+            self._look_forlost()
             return
         if self._store.check(["host"]):
             self._host = int(self._store.get("host"))
         if self._failure is not None or self._all_are_done:
             self._store.set(f"left/{self.machine}", "1")
 
-    def _look_for_lost(self) -> None:
+    def _look_forlost(self) -> None:
         """Read how far the others have counted, where the store is, and publish that one of them does not."""
         for machine, (known, _) in self._beats.items():
             count = self._store.add(f"beat/{machine}", 0)
             if count != known:
                 self._beats[machine] = (count, time.monotonic())
             elif self._failure is None and self._is_silent(machine) and not self._store.check([f"left/{machine}"]):
-                self._publish(_lost(machine))
+                self._publish(lost(machine))
 
     def _is_silent(self, machine: int) -> bool:
         return time.monotonic() - self._beats[machine][1] > _LOST_SECONDS
@@ -379,14 +389,15 @@ class Launchers:
             text = json.dumps(dataclasses.astuple(failure))
             self._failure = _read(self._store.compare_set("failure", "", text))
         except RuntimeError:
-            self._failure = self._failure or _lost(self._host)
+            self._failure = self._failure or lost(self._host)
 
 
 def _read(text: bytes) -> MachineFailure:
     return MachineFailure(*json.loads(text))
 
 
-def _lost(machine: int) -> MachineFailure:
+def lost(machine: int) -> MachineFailure:
+    """Return the failure of a machine of which nothing is heard any more."""
     return MachineFailure(
         machine,
         1,

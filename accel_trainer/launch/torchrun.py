@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import tempfile
@@ -29,12 +30,21 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from accel_trainer.config import LaunchConfig, RankLossAction
+from accel_trainer.config.dialects.environment import ATTEMPT_VARIABLE
 from accel_trainer.errors import ConfigError, HangError
 from accel_trainer.launch.machine import set_tpu_variables
-from accel_trainer.launch.rendezvous import BoundRendezvous, Launchers, MachineFailure, build_rendezvous, hosts_store
+from accel_trainer.launch.rendezvous import (
+    BoundRendezvous,
+    Launchers,
+    MachineFailure,
+    build_rendezvous,
+    hosts_store,
+    lost,
+)
 from accel_trainer.logging import write_stderr
+from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE
 from accel_trainer.runtime.rank_loss import LossNotice
-from accel_trainer.runtime.torch_private import end_restarts, forget_worker, remaining_restarts
+from accel_trainer.runtime.torch_private import end_restarts, forget_worker, remaining_restarts, restart_workers
 
 # The workers may need this long to save after a signal; torch's agent kills after 30 s, in the middle of a large
 # checkpoint.
@@ -45,7 +55,7 @@ _HUNG_GRACE_SECONDS = 3.0
 """Of workers that do not end with those that found the job hung: they are stopped, or keep the interpreter's lock."""
 _WATCH_SECONDS = 1.0
 """For the threads that wait for workers, to note an end that has come: mostly at once, on a busy machine soon."""
-_FINAL_CODES = (76, 85, 93)
+_FINAL_CODES = (76, PREEMPTED_EXIT_CODE, 93)
 """Workers that end so are not started again here: NaN would come again, the machine is asked for, do not requeue."""
 AGENT_LOGGERS = [
     logging.getLogger(f"torch.distributed.elastic.{name}") for name in ("agent.server.api", "multiprocessing.api")
@@ -165,6 +175,7 @@ def _run_agent(agent: _Agent) -> int:
     try:
         result = agent.run()
     except SignalException as caught:
+        agent.is_signalled = True
         first = agent.first_failure()
         if agent.exits and first is None:
             return 0
@@ -237,8 +248,11 @@ class _Agent(LocalElasticAgent):
         self._guard = guard
         self._pids: dict[int, int] = {}
         self._watchers: list[threading.Thread] = []
-        self._starts = 0
         self._num_lost = 0
+        self._attempt = ""
+        """How often the workers of a job on several machines were started again, and the job's name."""
+        self._comes_and_goes = launch.min_machines is not None
+        self.is_signalled = False
         self._notice: LossNotice | None = None
         self._launchers: Launchers | None = None
         self._is_static = isinstance(spec.rdzv_handler, BoundRendezvous)
@@ -248,7 +262,10 @@ class _Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         if self._launchers is not None:
             self._launchers.stop()
+            self._launchers = None
         machine, num_machines = worker_group.group_rank, worker_group.group_world_size
+        if self._job.launch.rdzv_backend == "c10d" and self._job.launch.num_machines > 1:
+            self._attempt = _share_attempt(worker_group.store, is_first=machine == 0)
         if num_machines == 1:
             if self._job.launch.on_rank_loss is RankLossAction.CONTINUE:
                 self._notice = LossNotice(worker_group.spec.rdzv_handler.connect())
@@ -262,8 +279,10 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         self._see_ended()
+        if self._takes_in(worker_group):
+            return RunResult(state=WorkerState.HEALTHY)
         self._outlive()
-        if any(exit_.code in _FINAL_CODES for exit_ in self.exits):
+        if any(map(self._is_final, self.exits)):
             end_restarts(self)
             self._let_end(self._grace)  # torch would end the others at once
         by_themselves = list(self.exits)  # torch ends the others as soon as it has seen one fail
@@ -276,7 +295,7 @@ class _Agent(LocalElasticAgent):
         result = self._look_at_workers(worker_group)
         if result.state == WorkerState.FAILED:
             self._take_codes(result.failures, looked_at)
-            if any(exit_.code in _FINAL_CODES for exit_ in self.exits):
+            if any(map(self._is_final, self.exits)):
                 end_restarts(self)
             # One with an exit code, beside the first, has failed because of that one, as a rule.
             self._num_lost = max(1, sum(exit_.code < 0 for exit_ in by_themselves))
@@ -285,8 +304,33 @@ class _Agent(LocalElasticAgent):
             return result
         if not failure.may_come_back:
             end_restarts(self)  # the job has ended there
-        _report_machine(failure, starts_again=remaining_restarts(self) > 0)
+        elif failure == lost(failure.machine):
+            # Workers here wait in collectives for those there, and save nothing without them; torch would wait 30 s.
+            self._send(signal.SIGTERM)
+            self._let_end(_HUNG_GRACE_SECONDS)
+            self._send(signal.SIGKILL)
+        place = "on those that are left" if self._comes_and_goes else "once a machine has taken its place"
+        _report_machine(failure, place if remaining_restarts(self) > 0 else "")
         return RunResult(state=WorkerState.FAILED)
+
+    def _takes_in(self, worker_group: Any) -> bool:
+        """Whether a machine has come that waited to take part: the workers have saved, and were started with its own.
+
+        Those of other machines may have ended of it before this one looks: all save and end at a signal to one.
+        """
+        is_done = not self._running() and not any(exit_.code for exit_ in self.exits)
+        if not self._comes_and_goes or is_done or not worker_group.spec.rdzv_handler.num_nodes_waiting():
+            return False
+        write_stderr("accel-trainer launch: a machine has come: the workers save, and are started again with its own")
+        self._send(signal.SIGTERM)
+        self._let_end(self._grace)
+        self.exits = []
+        restart_workers(self, worker_group)
+        return True
+
+    def _is_final(self, exit_: _Exit) -> bool:
+        """Whether no worker is started again after this end; where a machine goes, the others' workers save, too."""
+        return exit_.code in _FINAL_CODES and not (self._comes_and_goes and exit_.code == PREEMPTED_EXIT_CODE)
 
     def _look_at_workers(self, worker_group: Any) -> RunResult:
         """Return torch's own result; a failure where the others came to their end without a look at a loss."""
@@ -330,7 +374,7 @@ class _Agent(LocalElasticAgent):
 
     def _num_left(self, num_before: int) -> int:
         """Return how many workers are started: of a job that may go on with fewer, one less for each that was lost."""
-        fewest = self._job.launch.min_processes
+        fewest = None if self._comes_and_goes else self._job.launch.min_processes
         lost, self._num_lost = self._num_lost, 0
         return num_before if fewest is None else max(fewest, num_before - lost)
 
@@ -360,7 +404,8 @@ class _Agent(LocalElasticAgent):
         """Tell the launchers of the other machines that this one ends."""
         if self._launchers is not None:
             if code:
-                self._launchers.tell(code, f"the launcher ended with code {code}")
+                goes = self._comes_and_goes and self.is_signalled
+                self._launchers.tell(code, f"the launcher ended with code {code}", may_come_back=goes)
             self._launchers.leave()
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
@@ -368,15 +413,16 @@ class _Agent(LocalElasticAgent):
         if first is not None:
             size, before = len(worker_group.workers), len(self._pids)
             left = f" on {size} rank(s) instead of {before}" if size < before else ""
+            most = self._job.launch.max_restarts
             write_stderr(
                 f"accel-trainer launch: {_describe(first)}; starting the workers again{left} "
-                f"({self._starts} of {self._job.launch.max_restarts} restarts)"
+                f"({most - remaining_restarts(self)} of {most} restarts)"
             )
-        self._starts += 1
         self.exits, self._stuck = [], []
         # On another thread than the main one, torch leaves signals alone. Its handlers raise as soon as there is the
         # first worker, and a signal that comes before the pids are known here could be passed on to nobody.
-        with _signals_held_back(), ThreadPoolExecutor(1) as thread:
+        attempt = {ATTEMPT_VARIABLE: self._attempt or None}
+        with _signals_held_back(), changed_variables(attempt), ThreadPoolExecutor(1) as thread:
             pids: dict[int, Any] = thread.submit(super()._start_workers, worker_group).result()
             self._pids = {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
             self._guard(" ".join(f"-{pid}" for pid in self._pids.values()))
@@ -454,9 +500,20 @@ class _Agent(LocalElasticAgent):
         write_stderr("\n".join(lines))
 
 
+def _share_attempt(store: Any, *, is_first: bool) -> str:
+    """Return how often the workers were started before, and the job's name: the same for all machines of this start."""
+    # The store of this start has keys of its own, and stands on that of the job.
+    key, job = "accel_trainer/attempt", PrefixStore("accel_trainer", store.underlying_store)
+    if is_first:
+        name = job.compare_set("name", "", secrets.token_hex(8)).decode()
+        store.set(key, f"{job.add('starts', 1) - 1}:{name}")
+    return str(store.get(key).decode())
+
+
 @functools.cache  # once: the workers here end because of it, and are not the cause
-def _report_machine(failure: MachineFailure, *, starts_again: bool = False) -> None:
-    then = "the workers are started again once a machine has taken its place" if starts_again else "this ended the job"
+def _report_machine(failure: MachineFailure, place: str = "") -> None:
+    """Name a failure on another machine; `place` says where workers are started again, if they are."""
+    then = f"the workers are started again {place}" if place else "this ended the job"
     write_stderr(f"accel-trainer launch: on machine {failure.machine} {failure.text}; {then}")
 
 
@@ -513,14 +570,20 @@ def _bind_to_cores(pids: Mapping[int, int]) -> None:
 @contextlib.contextmanager
 def worker_variables(environment: Mapping[str, str]) -> Iterator[None]:
     """Change the variables of this process that differ from those of its workers, which inherit them, for a while."""
-    # Only these: what else the code of the block sets, a function of a notebook for one, stays.
-    before = {name: os.environ.get(name) for name in {**os.environ, **environment}}
-    changed = {name: value for name, value in before.items() if environment.get(name) != value}
-    _set_variables({name: environment.get(name) for name in changed})
+    with changed_variables({name: environment.get(name) for name in {**os.environ, **environment}}):
+        yield
+
+
+@contextlib.contextmanager
+def changed_variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables of this process, or remove those that are None, for a while."""
+    # Only those that differ: what else the code of the block sets, a function of a notebook for one, stays.
+    before = {name: os.environ.get(name) for name, value in values.items() if os.environ.get(name) != value}
+    _set_variables({name: values[name] for name in before})
     try:
         yield
     finally:
-        _set_variables(changed)
+        _set_variables(before)
 
 
 def _set_variables(values: Mapping[str, str | None]) -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.config import HangConfig
+from accel_trainer.config.dialects.environment import ATTEMPT_VARIABLE
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, bracket_ipv6, find_launch_info
@@ -442,6 +443,9 @@ def current_process() -> ProcessContext:
 
 def find_attempt(environ: Mapping[str, str]) -> tuple[int, str]:
     """Return how often the workers of this job have been started again, and a name that their launcher's life has."""
+    number, _, name = environ.get(ATTEMPT_VARIABLE, "").partition(":")
+    if number.isdecimal() and name:
+        return int(number), name
     text = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # torch's agent, which starts all of its workers again when one has failed. Pids come again: with the time at which
     # it began the parent's is that of one life.

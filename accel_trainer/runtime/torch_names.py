@@ -80,6 +80,7 @@ PRIVATE_NAMES = {
         f"torch.nn.parallel.DistributedDataParallel.{name}": f"{_REFUSED}: by on_rank_loss 'continue'"
         for name in ("_update_process_group", "_sync_buffers")
     },
+    f"{AGENT}._restart_workers": f"{_REFUSED}: machines that come to a job, by `accel-trainer launch`",
     f"{AGENT}._remaining_restarts": (f"{_REFUSED}: jobs on several ranks, by `accel-trainer launch`"),
     "torch.distributed.fsdp._common_utils.collect_grad_tensors": (
         "dataclasses that a model of FSDP2 returns are refused; releases without it do not look into them"

@@ -605,6 +605,11 @@ def end_restarts(agent: SimpleElasticAgent) -> None:
     agent._remaining_restarts = 0
 
 
+def restart_workers(agent: SimpleElasticAgent, group: Any) -> None:
+    """Have torch's elastic agent end its workers, meet the other machines and start the workers anew."""
+    _need(agent, f"{AGENT}._restart_workers")(group)
+
+
 def forget_default_groups() -> None:
     """Take the group out of the functions that have it for a default argument, so that it is closed when it is left."""
     # `torch.distributed.nn.functional`, which comes with FSDP, takes the group that is there when it is imported. One

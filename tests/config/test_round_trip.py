@@ -78,6 +78,12 @@ def configurations(draw):
     if "launch.min_processes" in values:
         assume(values.get("fsdp.replicate_size", 1) == 1)  # which would have to divide it
         values["launch.num_processes"] = values["launch.min_processes"] + 1
+    if "launch.min_machines" in values:
+        fewest = values["launch.min_machines"]
+        assume("fsdp.replicate_per_node" not in values)
+        values |= {"launch.num_machines": fewest, "launch.num_processes": fewest, "launch.min_processes": fewest}
+        values |= {"launch.machine_rank": 0, "launch.rdzv_backend": "c10d"}
+        assume(values.get("launch.on_rank_loss", "restart") == "restart" and values.get("fsdp.replicate_size", 1) == 1)
     if "loss_chunk_tokens" in values:
         values["loss"] = "chunked"
     if values.get("mixed_precision") == "fp8":

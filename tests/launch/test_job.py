@@ -82,6 +82,18 @@ def test_fewer_processes_after_restarts_are_a_range_in_flags_files_and_variables
         assert (launch.min_processes, launch.num_processes, job.num_local_processes) == (2, 4, 4), words
 
 
+def test_machines_that_come_and_go_are_a_range(tmp_path: Path, script: str) -> None:
+    words = (
+        "--cpu --num_machines 1:2 --num_processes 2:4 --main_process_ip 10.0.0.1 --rdzv_backend c10d --max_restarts 3"
+    )
+    job = plan(tmp_path, *words.split(), script)
+    launch = job.resolved.config.launch
+    assert (launch.min_machines, launch.num_machines, launch.min_processes, launch.num_processes) == (1, 2, 2, 4)
+    assert job.num_local_processes == 2
+    # The address of the first round's rank 0 is not that of later ones.
+    assert job.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -95,7 +107,20 @@ def test_fewer_processes_after_restarts_are_a_range_in_flags_files_and_variables
         ("--num_processes 1:", "expected a whole number"),
         (
             "--num_processes 1:2 --max_restarts 1 --num_machines 2 --main_process_ip 10.0.0.1 --rdzv_backend c10d",
-            "a job goes on with fewer on one machine alone",
+            "a job goes on with fewer on one machine, or without a machine; .*num_machines MIN:MAX, too",
+        ),
+        (
+            "--num_machines 1:2 --num_processes 2:4 --max_restarts 1 --main_process_ip 10.0.0.1",
+            r"min_machines=1 .* with launch.rdzv_backend=static .*; set rdzv_backend to c10d",
+        ),
+        (
+            "--num_machines 1:2 --num_processes 4 --max_restarts 1 --main_process_ip 10.0.0.1 --rdzv_backend c10d",
+            r"min_machines=1 .*: say how many processes so few and all machines have: num_processes 2:4",
+        ),
+        ("--num_machines 3:2 --num_processes 3:2", r"min_machines=3 .* does not fit launch.num_machines=2 .*MIN:MAX"),
+        (
+            "--num_machines 1:2 --num_processes 2:4 --main_process_ip 10.0.0.1 --rdzv_backend c10d",
+            r"for workers that are started again, and launch.max_restarts=0 \(default\)",
         ),
         ("--num_processes 1:2 --max_restarts 1 --use_deepspeed", "batch sizes are for one number of processes"),
         ("--num_processes 1:2 --max_restarts 1 --parallel_tp_size 2", "tp_size"),

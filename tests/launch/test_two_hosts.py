@@ -61,6 +61,17 @@ if (rank, again) == ('1', 1):
 time.sleep(60 if again == 1 else 0)
 print('rank', rank, 'of', os.environ['WORLD_SIZE'], 'in run', again, flush=True)
 """
+COME_AND_GO = """
+import os, time
+from pathlib import Path
+rank, world, attempt = (os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'ACCEL_TRAINER_ATTEMPT'))
+number, job = attempt.split(':')
+print('rank', rank, 'of', world, 'again', number, 'job', job, flush=True)
+if world == '2':
+    Path(__file__).with_name('started' + rank).write_text('')
+if number != '2':
+    time.sleep(100)
+"""
 
 # For a user 10 and 12; a test would do nothing in them but wait.
 NOTICE_SECONDS, LOST_SECONDS = 1, 6
@@ -92,6 +103,12 @@ JOBS = {
     "launcher 1 is killed": Job(SLEEP, killed=1),
     "launcher 0 of c10d is killed": Job(SLEEP, "--rdzv_backend c10d", killed=0),
     "launcher 1 of c10d is killed": Job(SLEEP, "--rdzv_backend c10d", killed=1),
+    "a machine comes and goes": Job(
+        COME_AND_GO,
+        "--rdzv_backend c10d --num_machines 1:2 --num_processes 1:2 --max_restarts 1 --rdzv_conf last_call_timeout=1",
+        delays=(0.0, 5.0),
+        killed=1,
+    ),
     "workers are started again": Job(RESTART, "--rdzv_backend c10d --max_restarts 1"),
 }
 
@@ -270,6 +287,20 @@ def test_workers_of_both_machines_are_started_again(ends: dict[str, dict[int, En
     lines = [line for end in job.values() for line in end.text.splitlines()]
     # Under c10d machines number themselves.
     assert sorted(line for line in lines if " in run " in line) == ["rank 0 of 2 in run 2", "rank 1 of 2 in run 2"]
+
+
+def test_a_job_goes_on_with_a_machine_that_comes_and_without_one_that_goes(ends: dict[str, dict[int, End]]) -> None:
+    job = ends["a machine comes and goes"]
+    assert (job[0].code, job[1].code) == (0, -signal.SIGKILL), job
+    assert "a machine has come: the workers save, and are started again with its own\n" in job[0].text
+    assert "on machine 1 the launcher has ended without a word" in job[0].text
+    assert "; the workers are started again on those that are left\n" in job[0].text
+    names = {line.partition(" job ")[2] for line in job[0].text.splitlines() if line.startswith("rank ")}
+    assert len(names) == 1, job[0].text
+    [name] = names
+    lines = [f"rank 0 of {world} again {again} job {name}" for again, world in enumerate((1, 2, 1))]
+    assert [line for line in job[0].text.splitlines() if line.startswith("rank ")] == lines
+    assert f"rank 1 of 2 again 1 job {name}\n" in job[1].text
 
 
 def test_the_interface_is_the_one_that_reaches_the_main_machine(machines: list[str]) -> None:

@@ -21,11 +21,13 @@ from accel_trainer.logging import LEVEL_VARIABLE
 
 PREFIX = "ACCEL_TRAINER_"
 LAUNCH_VARIABLE = "ACCEL_TRAINER_LAUNCH"
+ATTEMPT_VARIABLE = "ACCEL_TRAINER_ATTEMPT"
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 """The one of accelerate's that our launcher writes, too: scripts read it."""
 
 RESERVED_VARIABLES = {
     LAUNCH_VARIABLE: "the configuration file and the flags of `accel-trainer launch`, as JSON",
+    ATTEMPT_VARIABLE: "how often the workers of a job on several machines were started again, and the job's name",
     LEVEL_VARIABLE: "level of the package's log messages: debug, info, warning, ...",
 }
 """Variables with our prefix that are not options of the tree."""

@@ -289,5 +289,6 @@ def test_the_keys_of_the_launcher_are_those_of_accelerate():
     }  # fmt: skip
 
     assert keys <= KNOWN_KEYS
-    others = {"launch.min_processes", "launch.on_rank_loss"}  # the first is set by num_processes MIN:MAX
+    # The first two are set by num_processes and num_machines as MIN:MAX.
+    others = {"launch.min_processes", "launch.min_machines", "launch.on_rank_loss"}
     assert len(keys) == sum(path.startswith("launch.") and path not in others for path in field_specs())

@@ -76,8 +76,15 @@ SPECIAL = {
 def test_every_option_has_a_variable(path):
     text = SPECIAL.get(path) or SAMPLES.get(type(field_specs()[path].default), "3")
 
-    needed = {"launch.min_processes": "launch.num_processes"}.get(path, path)
-    resolved = resolve(environ={variable_name(needed): text, variable_name(path): text})
+    needed = {
+        "launch.min_processes": {"launch.num_processes": text},
+        "launch.min_machines": {
+            "launch.num_machines": "3:3",
+            "launch.num_processes": "3:3",
+            "launch.rdzv_backend": "c10d",
+        },
+    }.get(path, {})
+    resolved = resolve(environ={variable_name(name): value for name, value in {**needed, path: text}.items()})
 
     assert resolved.source(path).kind is SourceKind.ENVIRONMENT
     assert resolved.source(path).where == variable_name(path)
