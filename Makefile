@@ -100,6 +100,10 @@ demo: $(VENV)/.installed ## fine-tune a classifier under FSDP on two processes (
 test: $(VENV)/.installed ## run the tests
 	$(PYTEST) $(or $(TESTS),$(SHARED))
 
+.PHONY: test-cells
+test-cells: $(VENV)/.installed ## the cells of matrices (layout x behaviour, ...) beyond the sample that `make test` runs: about 7 minutes
+	$(PYTEST) $(SHARED) -m cell $(TESTS)
+
 .PHONY: test-faults
 test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ...: 588 cases, about 8 minutes
 	$(BIN)/python -m tests.fault_matrix $(FAULT_ARGS)
@@ -164,7 +168,7 @@ $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: $(VENV)/.installed .
 
 .PHONY: test-part
 test-part: $(VENV)/.installed ## run a part of the tests that shows whether another torch or Python will do: a few minutes
-	$(PYTEST) $(SHARED) $(PART)
+	$(PYTEST) $(SHARED) -m "cell or not cell" $(PART)
 
 .PHONY: test-torch
 test-torch: $(TORCHES:%=test-torch-%) ## run that part on the oldest and the newest torch, and between

@@ -128,6 +128,15 @@ def pytest_sessionfinish() -> None:
             build.wait()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cells beyond the sample (tests/cells.py), unless a marker or the name of a test asks for them."""
+    if "cell" in config.option.markexpr or any("::" in argument for argument in config.args):
+        return
+    beyond = [item for item in items if item.get_closest_marker("cell")]
+    config.hook.pytest_deselected(items=beyond)
+    items[:] = [item for item in items if not item.get_closest_marker("cell")]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Prepare once what tests would wait for."""
     # A full collection, which some code under test asks for, takes half a second with all that collecting imports.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cells import beyond
+
 ROOT = Path(__file__).parents[1]
 # Everything of this project and of torch is imported after these lines. An audit hook sees all ways to open a file.
 # psutil, which transformers imports where it is, has code of its own for each system; that for Linux needs `resource`.
@@ -94,7 +96,7 @@ def run(script: str, *words: str) -> tuple[list, str]:
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
-@pytest.mark.parametrize("kind", [LOOP, TRAINER], ids=["loop", "Trainer"])
+@pytest.mark.parametrize("kind", [beyond(pytest.param(LOOP, id="loop")), pytest.param(TRAINER, id="Trainer")])
 def test_a_run_trains_saves_and_resumes_without_fcntl_resource_and_proc(tmp_path: Path, kind: str):
     calls = "train('whole', None), train('run', 2), train('run', None)"
     (whole, begun, resumed), said = run(f"{kind}\nos.chdir(sys.argv[1])\nprint(json.dumps([{calls}]))", str(tmp_path))

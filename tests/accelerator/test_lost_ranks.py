@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator
 from accel_trainer.runtime.process import find_rank
+from tests.cells import crossed
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -150,8 +151,7 @@ def check(folder: Path, killed: tuple[Killed, ...], setup: Setup, world_size: in
         assert all(map(torch.equal, values.values(), results[left[0]][0].values()))
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("place", ["data", "backward", "optimizer", "gather", "callback"])
+@pytest.mark.parametrize(("place", "rank"), crossed(["data", "backward", "optimizer", "gather", "callback"], [0, 2]))
 def test_updates_are_those_of_the_run_without_a_loss(place: str, rank: int, tmp_path: Path) -> None:
     check(tmp_path, (Killed(rank, 3, place),), Setup())
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator
+from tests.cells import crossed
 from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import build_trainer
 from tests.waits import DEVICE, counting_waits, report, stand_in_device
@@ -116,8 +117,7 @@ def count_trainer(on: torch.device, folder: Path, accumulation: int, **changes: 
     return without_known(found, on)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("clip", ["none", "norm", "value"])
+@pytest.mark.parametrize(("clip", "accumulation"), crossed(["none", "norm", "value"], [1, 4]))
 def test_a_loop_on_one_process_waits_for_nothing(device: None, accumulation: int, clip: str):
     waits = count_native(DEVICE, accumulation, clip)
     assert not waits, report(waits)

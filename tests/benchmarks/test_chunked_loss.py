@@ -6,6 +6,8 @@ import importlib
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import preload, run_ranks
 from tests.stand_in import ALONE
 
@@ -20,6 +22,7 @@ def measure() -> list[dict[str, object]]:
     return [row.to_dict() for row in importlib.import_module("chunked_loss").measure(1, quick=True)]
 
 
+@pytest.mark.cell  # a measurement of half a minute of processor time, which `make bench` takes too
 def test_a_loss_in_chunks_takes_a_third_of_the_memory():
     memory, time = run_ranks(measure, 1, env=ALONE, timeout=200)[0]
     assert memory["name"] == "chunked loss, 131,072 words: memory"

@@ -8,18 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.cells import beyond, crossed, selected
 from tests.checkpoint.crash_job import acknowledged, assert_survived, kill_at_random, save_repeatedly
 from tests.fault_injection import SAVE_POINTS, fault_env
 from tests.ranks import RankFailure, map_jobs, run_ranks
 
 TARGETS = {"rank0": ":rank=0", "rank1": ":rank=1", "both": ""}
-
-
-def selected(request: pytest.FixtureRequest, name: str) -> list[tuple[Any, ...]]:
-    """Return the parameters, in order of their names, with which a test of this module is to run."""
-    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    chosen = [item.callspec.params for item in items if item.module is request.module and item.originalname == name]
-    return [tuple(value for _, value in sorted(params.items())) for params in chosen]
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +33,7 @@ def killed_at_a_point(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
 
 
 @pytest.mark.timeout(300)  # the first test waits for the jobs of all
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("point", SAVE_POINTS)
+@pytest.mark.parametrize(("point", "target"), crossed(SAVE_POINTS, TARGETS))
 def test_r1_a_kill_at_any_point_loses_nothing_acknowledged(killed_at_a_point: dict[Any, Path], point: str, target: str):
     folder = killed_at_a_point[point, target]
     if "retention" in point and target == "rank1":
@@ -69,8 +62,9 @@ def killed_in_one_place(request: pytest.FixtureRequest, tmp_path_factory: pytest
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("point", ["save.mid_shard", "save.before_rename", "save.after_rename"])
+@pytest.mark.parametrize(
+    ("point", "target"), crossed(["save.mid_shard", "save.before_rename", "save.after_rename"], TARGETS)
+)
 def test_r1_a_directory_that_is_saved_again_is_never_lost_or_mixed(
     killed_in_one_place: dict[Any, Path], point: str, target: str
 ):
@@ -91,7 +85,9 @@ def killed_at_a_moment(request: pytest.FixtureRequest, tmp_path_factory: pytest.
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [0, 3, 5, 6, 7, 10])  # each way to save and to be killed; `make soak` has 200
+@pytest.mark.parametrize(
+    "seed", [0, 3, 5, *map(beyond, (6, 7, 10))]
+)  # each way to save and to be killed; `make soak` has 200
 def test_r1_a_kill_at_any_moment_loses_nothing_acknowledged(killed_at_a_moment: dict[Any, Any], seed: int):
     folder, explicit = killed_at_a_moment[seed,]
     assert_survived(folder, explicit=explicit)

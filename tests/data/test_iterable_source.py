@@ -16,6 +16,7 @@ from torch.utils.data.graph_settings import apply_sharding
 from accel_trainer.data import PreparedDataLoader, skip_first_batches
 from accel_trainer.data.iterable_reader import is_sharded_by_rank, num_shards_of
 from accel_trainer.errors import ConfigError
+from tests.cells import crossed
 from tests.number_sets import SEED, Drawing, Sized, Stream, hub_stream, prepare, valid_ids
 
 
@@ -44,9 +45,10 @@ class OwnGenerator(Stream):
         return iter(torch.randperm(self.num_samples, generator=self.generator).tolist())
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"in_order": False}])
-@pytest.mark.parametrize("num_samples", [1, 2, 17])
+@pytest.mark.parametrize(
+    ("num_samples", "options", "workers"),
+    crossed([1, 2, 17, 5], [{}, {"persistent_workers": True}, {"in_order": False}], [1, 2]),
+)
 def test_every_sample_once_over_ranks_and_workers(num_samples: int, options: dict[str, Any], workers: int) -> None:
     loaders = [
         prepare(DataLoader(Stream(num_samples), 2, num_workers=workers, **options), rank, 2) for rank in range(2)
@@ -142,8 +144,10 @@ def test_a_generator_attribute_is_seeded_for_the_epoch() -> None:
     assert passes[0] != passes[1]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
-@pytest.mark.parametrize("skip", [1, 3, 50])
+@pytest.mark.parametrize(
+    ("skip", "options"),
+    crossed([1, 3, 50], [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]),
+)
 def test_skipping_leaves_out_steps_of_one_pass(skip: int, options: dict[str, Any]) -> None:
     def build() -> list[PreparedDataLoader]:
         return [prepare(DataLoader(Stream(17), 2, **options), rank, 2) for rank in range(2)]
@@ -253,8 +257,7 @@ def test_a_stream_whose_samples_sharding_would_change_is_read_whole(kind: str) -
     assert valid_ids([build(rank, 3) for rank in range(3)]) == alone
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(("workers", "shuffle"), crossed([0, 2], [False, True]))
 def test_a_sharding_filter_is_not_cut_twice(workers: int, shuffle: bool) -> None:
     def build(rank: int) -> PreparedDataLoader:
         pipe = IterableWrapper(range(13))

@@ -32,6 +32,7 @@ from accel_trainer.data import (
     skip_first_batches,
 )
 from accel_trainer.errors import ConfigError
+from tests.cells import crossed
 from tests.number_sets import SEED, Batches, EndsWithin, Numbers, context, prepare, valid_ids
 from tests.ranks import run_ranks
 
@@ -99,8 +100,10 @@ def test_drop_last_of_the_users_batch_sampler_takes_full_global_batches() -> Non
     assert valid_ids(loaders) == list(Odd())[:18]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"prefetch_factor": 1}, {"in_order": False}])
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    crossed([1, 2], [{}, {"persistent_workers": True}, {"prefetch_factor": 1}, {"in_order": False}]),
+)
 def test_workers_change_nothing(workers: int, options: dict[str, Any]) -> None:
     def build(num_workers: int, **extra: Any) -> DataLoader:
         return DataLoader(Numbers(13), 2, shuffle=True, collate_fn=collate, num_workers=num_workers, **extra)
@@ -123,8 +126,7 @@ class SlowFirst(Numbers):
         return index
 
 
-@pytest.mark.parametrize("prefetch", [1, 3])
-@pytest.mark.parametrize("num_samples", [1, 2, 5, 11])
+@pytest.mark.parametrize(("num_samples", "prefetch"), crossed([1, 2, 5, 11], [1, 3]))
 def test_out_of_order_workers_keep_the_short_batch_last(num_samples: int, prefetch: int) -> None:
     loader = prepare(DataLoader(SlowFirst(num_samples), 2, num_workers=2, in_order=False, prefetch_factor=prefetch))
 
@@ -578,7 +580,11 @@ class FirstThree(DataLoader[Any]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("at", "ended"), [(0, 0), (7, 3), (11, 5)])
-def test_a_dataset_that_ends_a_pass_by_a_stop_iteration_is_an_error(workers: int, at: int, ended: int) -> None:
+def test_a_dataset_that_ends_a_pass_by_a_stop_iteration_is_an_error(
+    workers: int, at: int, ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # For which torch waits for a worker that has ended its pass.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2)
     loader = prepare(DataLoader(EndsWithin(at), batch_size=2, num_workers=workers))
     said = ""
     try:

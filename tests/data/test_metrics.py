@@ -24,6 +24,7 @@ from accel_trainer.data import (
 )
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from tests.cells import beyond
 from tests.number_sets import Batches, Numbers, Sized, Stream, context, keep_valid
 from tests.ranks import run_ranks
 
@@ -146,7 +147,7 @@ def run_all(world_size: int) -> dict[tuple[Any, ...], tuple[list[int], list[str]
 
 @pytest.mark.multirank
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, beyond(3)])
 def test_d8_d9_d10_d36_gathering_is_exact_for_every_kind_of_loader(world_size: int) -> None:
     alone = context()
     if world_size == 1:
@@ -283,7 +284,7 @@ def gather_all_rows() -> dict[Any, Any]:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [beyond(2), 3])
 def test_several_rows_for_a_sample_are_gathered_exactly_or_refused_on_every_rank(world_size: int) -> None:
     for found in run_ranks(gather_all_rows, world_size):
         for (name, even, num_samples), values in found.items():

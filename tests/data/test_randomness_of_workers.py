@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from accel_trainer.data import PreparedDataLoader, skip_first_batches
 from accel_trainer.runtime.rng import KeptStreams
 from tests import number_sets
+from tests.cells import crossed
 
 
 class Drawn(Dataset):
@@ -68,9 +69,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dataset", [Drawn(), DrawnTogether()], ids=["samples", "batches"])
-@pytest.mark.parametrize("name", CASES)
-def test_a_pass_that_begins_within_an_epoch_draws_what_a_full_one_draws(name: str, dataset: Dataset) -> None:
+@pytest.mark.parametrize(("name", "drawn"), crossed(CASES, [Drawn, DrawnTogether]))
+def test_a_pass_that_begins_within_an_epoch_draws_what_a_full_one_draws(name: str, drawn: type[Dataset]) -> None:
+    dataset = drawn()
     whole = prepare(dataset, **CASES[name])
     epochs = [list(whole), list(whole)]
     numbers = [noise for epoch in epochs for _, noise in epoch]

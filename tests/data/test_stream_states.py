@@ -24,6 +24,7 @@ from accel_trainer.data.shuffle_buffer import with_window_shuffles
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import gather_object
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from tests.cells import crossed
 from tests.number_sets import SEED, prepare
 from tests.ranks import run_ranks
 
@@ -124,10 +125,7 @@ def go_on(loaders: list[PreparedDataLoader], state: dict[str, Any], until: int =
 WORKERS = [(0, 0), (2, 2), (3, 0), (4, 3), (0, 2)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "before", "after"),
-    [(kind, *pair) for kind in KINDS for pair in (WORKERS if kind in ("plain", "shuffled") else [(0, 2), (2, 3)])],
-)
+@pytest.mark.parametrize(("kind", "before", "after"), crossed(KINDS, WORKERS))
 def test_a_stream_goes_on_with_other_workers_and_ranks(kind: str, before: int, after: int) -> None:
     whole = list(steps(loaders_of(kind, 1, before)))
     if kind not in (*STRATEGIES, "mixed"):
@@ -158,12 +156,11 @@ def test_a_run_has_one_hash_of_its_tokens(
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize(
-    ("kind", "again"),
-    [("plain", 0), ("shuffled", BUFFER), ("wrapped", 1), ("bfd", BUFFER), ("bfd_split", BUFFER)],
-)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_at_most_a_buffer_is_read_again_in_each_worker(kind: str, again: int, workers: int) -> None:
+_AGAIN = {"plain": 0, "shuffled": BUFFER, "wrapped": 1, "bfd": BUFFER, "bfd_split": BUFFER}
+
+
+@pytest.mark.parametrize(("kind", "workers"), crossed(_AGAIN, [0, 2]))
+def test_at_most_a_buffer_is_read_again_in_each_worker(kind: str, workers: int) -> None:
     whole = list(steps(loaders_of(kind, 1, workers), 1))
     for after_steps in range(1, len(whole) - 1, 1 + workers):
         head, state = stop(loaders_of(kind, 1, workers), after_steps)
@@ -172,7 +169,7 @@ def test_at_most_a_buffer_is_read_again_in_each_worker(kind: str, again: int, wo
         left = {document[0] if isinstance(document, tuple) else document
                 for step in whole[after_steps:] for row in step
                 for document in (row if isinstance(row, tuple) else (row,))}  # fmt: skip
-        assert len(left) <= int(num_read) <= len(left) + again * max(1, workers)
+        assert len(left) <= int(num_read) <= len(left) + _AGAIN[kind] * max(1, workers)
 
 
 def test_a_pass_over_the_same_epoch_again_begins_at_its_beginning() -> None:
@@ -242,8 +239,7 @@ def flat(read: list[list[list[int]]]) -> list[int]:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("kind", ["plain", "shuffled"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "workers"), crossed(["plain", "shuffled"], [0, 2]))
 def test_shards_of_ranks_go_on_on_as_many_exactly_and_on_others_with_each_sample_once(kind: str, workers: int) -> None:
     (whole, states, _), other = run_ranks(part_of_a_run, 2, kind, workers, None, None)
     assert other[1] == states

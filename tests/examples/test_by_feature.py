@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import launch
+from tests.cells import beyond
 from tests.ranks import preload, run_ranks
 
 pytest.importorskip("sklearn")
@@ -91,7 +91,8 @@ def test_a_script_is_short_and_has_help(script: str, run: Callable[..., str], ca
     assert "--epochs" in text
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+# A script is in the sample on one process or on two ranks.
+@pytest.mark.parametrize("script", [beyond(name) if at % 2 else name for at, name in enumerate(SCRIPTS)])
 def test_a_script_runs_in_one_process(script: str, run: Callable[..., str]):
     arguments, expected = EXPECTED[script]
     assert re.search(expected, run(script, "--cpu", *arguments))
@@ -128,7 +129,7 @@ def run_on_rank(script: str, arguments: list[str], folder: str) -> str:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [name if at % 2 else beyond(name) for at, name in enumerate(SCRIPTS)])
 def test_a_script_runs_on_two_ranks(script: str, tmp_path: Path):
     arguments, expected = EXPECTED_ON_TWO.get(script, EXPECTED[script])
     printed, other = run_ranks(run_on_rank, 2, script, ["--cpu", *arguments], str(tmp_path), timeout=100)
@@ -137,13 +138,8 @@ def test_a_script_runs_on_two_ranks(script: str, tmp_path: Path):
 
 
 @pytest.mark.multirank
-def test_the_launcher_starts_a_script_whose_numbers_do_not_depend_on_the_ranks(
-    run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_the_numbers_of_a_script_do_not_depend_on_the_ranks(run: Callable[..., str], tmp_path: Path):
     arguments, expected = EXPECTED["uneven_data"]
-    monkeypatch.chdir(tmp_path)
-    words = ["--cpu", "--num_processes", "2", str(FOLDER / "uneven_data.py"), *arguments]
-    code, output = launch(tmp_path, *words, timeout=110)
-    assert code == 0, output
-    assert re.search(expected, output)
-    assert run("uneven_data", "--cpu", *arguments).strip() in output
+    printed, _ = run_ranks(run_on_rank, 2, "uneven_data", ["--cpu", *arguments], str(tmp_path), timeout=100)
+    assert re.search(expected, printed)
+    assert run("uneven_data", "--cpu", *arguments).strip() in printed

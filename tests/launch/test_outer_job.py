@@ -11,6 +11,7 @@ import pytest
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.job import Job, plan_job, read_options
+from tests.cells import beyond
 from tests.ranks import free_port
 
 # What each scheduler sets in the second of two places.
@@ -183,7 +184,7 @@ def test_a_hostfile_inside_a_scheduler_is_refused(tmp_path: Path, script: str) -
         plan(tmp_path, [*words, script], PYTORCH_JOB_V1)
 
 
-@pytest.mark.parametrize("kind", ["machines", "TrainJob", "ranks"])
+@pytest.mark.parametrize("kind", ["machines", beyond("TrainJob"), "ranks"])
 def test_two_launchers_of_one_job_make_one_group(tmp_path: Path, script: str, kind: str) -> None:
     port = str(free_port())
     started = []

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from tests.cells import beyond
 from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 from tests.strategy_configs import config_of, marked
@@ -110,7 +111,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return run_ranks(train_all, 1, "single", kinds, str(tmp_path_factory.mktemp("alone")))[0]
 
 
-@pytest.mark.parametrize("strategy", marked("ddp", "fsdp2", "zero1", "zero2", "zero3"))
+@pytest.mark.parametrize("strategy", [*marked("ddp", "fsdp2", "zero3"), *map(beyond, marked("zero1", "zero2"))])
 def test_parameters_of_all_kinds_train_as_on_one_process(tmp_path: Any, strategy: str, alone: dict[str, Any]) -> None:
     kinds = [kind for kind in alone if (strategy, kind) != ("zero3", "scaled")]
     found, _ = run_ranks(train_all, 2, strategy, kinds, str(tmp_path))
@@ -174,7 +175,9 @@ def run_normed(strategy: str, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("strategy", marked("ddp", "fsdp2", "compiled", "zero1", "zero2", "zero3"))
+@pytest.mark.parametrize(
+    "strategy", [*marked("ddp", "fsdp2", "compiled", "zero3"), *map(beyond, marked("zero1", "zero2"))]
+)
 def test_the_statistics_of_rank_0_are_evaluated_and_saved(tmp_path: Path, strategy: str) -> None:
     first, second = run_ranks(run_normed, 2, strategy, str(tmp_path / "state"))
     trained = first["after training"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.techniques import activation_offload
+from tests.cells import beyond
 from tests.ranks import preload, run_ranks
 from tests.strategy_configs import config_of, marked
 
@@ -134,7 +135,14 @@ def found(layout: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return RESULTS[layout][0]
 
 
-EVERY_LAYOUT = pytest.mark.parametrize("layout", marked(*LAYOUTS))
+# In the sample: one of each engine.
+EVERY_LAYOUT = pytest.mark.parametrize(
+    "layout",
+    [
+        layout if layout.values[0] in ("single", "ddp", "fsdp2", "zero3") else beyond(layout)
+        for layout in marked(*LAYOUTS)
+    ],
+)
 
 
 @EVERY_LAYOUT

@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from accel_trainer.errors import ConfigError
+from tests.cells import crossed
 from tests.ranks import RankFailure, run_ranks
 from tests.trainer_jobs import build_model, build_trainer, summary
 
@@ -173,8 +174,7 @@ def at_once_on_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_ranks(at_once, 2, str(tmp_path_factory.mktemp("reference")), "ddp", timeout=60)
 
 
-@pytest.mark.parametrize("where", ["forward", "before the optimizer", "in the optimizer"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("where", "rank"), crossed(["forward", "before the optimizer", "in the optimizer"], [0, 1]))
 def test_one_rank_out_of_memory_takes_the_others_along_to_the_next_size(
     tmp_path, at_once_on_two, where: str, rank: int
 ):

@@ -11,6 +11,7 @@ import torch
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.trainer import Trainer
+from tests.cells import crossed
 from tests.strategy_configs import needs_deepspeed
 from tests.trainer_jobs import arguments, build_trainer, on_ranks, train
 
@@ -24,8 +25,10 @@ class Watching(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", pytest.param("zero3", marks=needs_deepspeed)])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("strategy", "accumulation"),
+    crossed(["single", "ddp", "fsdp", pytest.param("zero3", marks=needs_deepspeed)], [1, 3]),
+)
 def test_a_run_in_chunks_is_the_run_of_whole_logits(tmp_path: Path, strategy: str, accumulation: int):
     options = {"uneven": True, "gradient_accumulation_steps": accumulation, "eval_strategy": "epoch"}
     expected = on_ranks(strategy, train, str(tmp_path), **options)

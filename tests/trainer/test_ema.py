@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.cells import beyond, crossed
 from tests.strategy_configs import HAS_DEEPSPEED
 from tests.trainer_jobs import TokenDataset, build_model, build_trainer, on_ranks, preload, weights_of
 
@@ -67,12 +68,6 @@ def same(found: State, expected: State, bound: float) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=bound, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.fixture(params=STRATEGIES)
-def whole(request, tmp_path):
-    strategy = request.param
-    return strategy, tmp_path, on_ranks(_kind(strategy), _run, str(tmp_path / "run"), name=strategy)[0]
-
-
 def _kind(strategy: str) -> str:
     return "single" if strategy == "single" else "ddp"
 
@@ -82,8 +77,9 @@ def _run(folder: str, *, strategy: str, name: str, **changes: Any) -> dict[str, 
 
 
 @pytest.mark.multirank
-def test_a_run_evaluates_saves_and_ends_with_the_averages_of_its_weights(whole):
-    strategy, folder, found = whole
+@pytest.mark.parametrize("strategy", [beyond(name) if name in ("ddp", "fsdp") else name for name in STRATEGIES])
+def test_a_run_evaluates_saves_and_ends_with_the_averages_of_its_weights(strategy, tmp_path):
+    folder, found = tmp_path, on_ranks(_kind(strategy), _run, str(tmp_path / "run"), name=strategy)[0]
     expected: State = {}
     for update in range(1, UPDATES + 1):
         checkpoint = folder / "run" / f"checkpoint-{update}"
@@ -107,8 +103,7 @@ def test_a_run_evaluates_saves_and_ends_with_the_averages_of_its_weights(whole):
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
-@pytest.mark.parametrize("save_only_model", [False, True])
+@pytest.mark.parametrize(("strategy", "save_only_model"), crossed(["fsdp", "single"], [False, True]))
 def test_the_best_model_is_that_of_its_averages(strategy, save_only_model, tmp_path):
     options = {
         "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.5, "ema_decay": 0.3,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from accel_trainer.errors import ConfigError
+from tests.cells import beyond
 from tests.ranks import run_ranks
 from tests.trainer_jobs import arguments
 
@@ -204,7 +205,7 @@ def evaluate_all(output_dir: str, cases: list[Case]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, beyond(2), 3])
 # Not shrunk: each example starts processes, and a case names what failed.
 @settings(max_examples=2, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
 @given(cases=st.lists(CASES, min_size=40, max_size=60, unique=True))
@@ -364,7 +365,7 @@ def detect(output_dir: str, num_images: int) -> dict[str, Any]:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, beyond(2), 3])
 def test_labels_of_images_come_once_and_in_order(tmp_path, world_size):
     num_images, per_step = 7, 2 * world_size
     images = [(image, [[float(image)] * 4] * (image % 3)) for image in range(num_images)]

@@ -14,14 +14,17 @@ from torch.nn import functional
 from accel_trainer.data.plan import permutation
 from accel_trainer.trainer import Trainer
 from accel_trainer.trainer.loss import LossKind
+from tests.cells import crossed, selected
 from tests.ranks import run_ranks
 from tests.strategy_configs import needs_deepspeed
 from tests.trainer.test_training import GLOBAL_BATCH, assert_same_run, plain_loop
 from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, on_ranks, strategy_arguments, train
 
 
-@pytest.mark.parametrize(("accumulation", "bf16"), [(1, False), (3, False), (3, True)])
-@pytest.mark.parametrize("model", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize(
+    ("model", "accumulation", "bf16"),
+    crossed(["llama", "gpt2", "bert", "t5"], [(3, False), (3, True), (1, False)]),
+)
 def test_thirty_updates_give_the_losses_of_a_loop_written_by_hand(tmp_path, model, accumulation, bf16):
     run = train(
         tmp_path, model=model, samples=180, uneven=True, gradient_accumulation_steps=accumulation, bf16=bf16,
@@ -200,15 +203,22 @@ def test_an_update_in_micro_batches_has_the_mean_of_one_batch_by_the_kind_that_i
     assert trainer.label_smoother is smoother
 
 
-@pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_an_update_on_two_ranks_has_the_mean_of_one_batch(tmp_path, references, strategy):
-    found = on_ranks(
-        strategy, losses_of, str(tmp_path), list(LOSSES), per_device_train_batch_size=2, gradient_accumulation_steps=3
-    )[0]
+@pytest.fixture(scope="module")
+def on_two_ranks(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
+    cells = selected(request, "test_an_update_on_two_ranks_has_the_mean_of_one_batch")
+    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    found = {}
+    for strategy in ("ddp", "fsdp"):
+        names = [name for name, own in cells if own == strategy]
+        folder = str(tmp_path_factory.mktemp(strategy))
+        found[strategy] = on_ranks(strategy, losses_of, folder, names, **steps)[0] if names else {}
+    return found
 
-    for name, reference in references.items():
-        assert_same_means(found[name], reference, name)
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("strategy", "name"), crossed(["ddp", "fsdp"], LOSSES))
+def test_an_update_on_two_ranks_has_the_mean_of_one_batch(references, on_two_ranks, strategy, name):
+    assert_same_means(on_two_ranks[strategy][name], references[name], name)
 
 
 def mixture() -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from accel_trainer.runtime.process import find_rank
+from tests.cells import beyond
 from tests.fault_injection import fault_env
 from tests.ranks import preload, run_ranks
 
@@ -106,7 +107,10 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+# Beyond the sample what tests/accelerator/test_lost_ranks.py loses ranks at, too.
+@pytest.mark.parametrize(
+    "place", [beyond(name) if name in ("forward", "optimizer", "gather") else name for name in PLACES]
+)
 def test_updates_and_evaluations_are_those_of_the_run_without_a_loss(place: str, tmp_path: Path) -> None:
     point, step = PLACES[place]
     faults = fault_env(f"kill9@{point}:rank=2" + (f":step={step}" if step is not None else ""))
@@ -114,7 +118,7 @@ def test_updates_and_evaluations_are_those_of_the_run_without_a_loss(place: str,
     check(tmp_path, 2, results, 1)
 
 
-@pytest.mark.parametrize("num_steps", [1, 2])
+@pytest.mark.parametrize("num_steps", [beyond(1), 2])
 def test_rank_0_is_lost_at_the_end_of_an_update(num_steps: int, tmp_path: Path) -> None:
     results = run_ranks(train, 4, tmp_path, 0, num_steps, env=CONTINUE, outlives=True, timeout=80)
     check(tmp_path, 0, results, num_steps)

@@ -16,6 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 from accel_trainer.errors import ConfigError, NonFiniteError
+from tests.cells import beyond
 from tests.ranks import run_ranks
 from tests.strategy_configs import needs_deepspeed
 from tests.trainer_jobs import build_model, build_trainer, on_ranks, weights_of
@@ -191,7 +192,9 @@ def train_by_hand(updates: list[tuple[Any, ...]]) -> dict[str, Any]:
     return {"losses": losses, "weights": {name: value.detach().numpy() for name, value in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", pytest.param("zero3", marks=needs_deepspeed)])
+@pytest.mark.parametrize(
+    "strategy", ["single", beyond("ddp"), "fsdp", beyond(pytest.param("zero3", marks=needs_deepspeed))]
+)
 def test_r14_a_rollback_is_the_newest_checkpoint_with_the_data_behind_the_update(tmp_path: Path, strategy: str) -> None:
     ranks = on_ranks(strategy, roll_back, str(tmp_path))
     once = [seen["once"] for seen in ranks]

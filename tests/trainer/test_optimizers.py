@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.trainer import Trainer
+from tests.cells import crossed, selected
 from tests.ranks import preload, run_ranks
 from tests.strategy_configs import HAS_DEEPSPEED, needs_deepspeed
 from tests.trainer_jobs import TokenDataset, arguments, build_model, strategy_arguments, weights_of
@@ -117,13 +118,14 @@ def run(output_dir: str, way: str, strategy: str) -> dict[str, Any]:
     return {**found, "weights": weights_of(trainer)}
 
 
-def run_all(output_dir: str) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(strategy, way): run(output_dir, way, strategy) for strategy in STRATEGIES for way in WAYS}
+def run_all(output_dir: str, cells: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(strategy, way): run(output_dir, way, strategy) for strategy, way in cells}
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory) -> dict[tuple[str, str], dict[str, Any]]:
-    return run_ranks(run_all, 2, str(tmp_path_factory.mktemp("two")), timeout=200)[0]
+def on_two(request, tmp_path_factory) -> dict[tuple[str, str], dict[str, Any]]:
+    cells = selected(request, "test_every_strategy_trains_with_the_optimizer_and_the_schedule_of_ones_own")
+    return run_ranks(run_all, 2, str(tmp_path_factory.mktemp("two")), cells, timeout=200)[0]
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +135,7 @@ def on_one(tmp_path_factory) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.multirank
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "way"), crossed(STRATEGIES, WAYS))
 def test_every_strategy_trains_with_the_optimizer_and_the_schedule_of_ones_own(on_one, on_two, strategy, way):
     one, two = on_one[way], on_two[strategy, way]
 

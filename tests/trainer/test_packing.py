@@ -15,8 +15,9 @@ from torch.utils.data import IterableDataset
 import accel_trainer
 from accel_trainer.data_loader import pack_dataset
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from tests.cells import beyond
 from tests.ranks import RankFailure, preload, run_ranks
-from tests.strategy_configs import needs_deepspeed
+from tests.strategy_configs import marked
 from tests.trainer_jobs import arguments, build_model
 
 preload("transformers.trainer", "transformers.models.llama.modeling_llama", "accel_trainer.trainer.trainer")
@@ -106,7 +107,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs_deepspeed if "zero" in name else ()) for name in LAYOUTS]
+    "name",
+    [
+        *map(beyond, ("hsdp", "ddp stream", *marked("zero1", "zero2"))),
+        *marked(*(name for name in LAYOUTS if name not in ("hsdp", "ddp stream", "zero1", "zero2"))),
+    ],
 )
 def test_an_update_on_packed_rows_is_that_of_the_documents_alone(name: str, tmp_path: Path):
     # All documents are in one update: with 15 rows and micro-batches of 2, windows end with a short one, or none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from transformers import EarlyStoppingCallback, TrainerCallback
 
+from tests.cells import beyond
 from tests.ranks import RankFailure, preload, run_ranks
 from tests.strategy_configs import HAS_DEEPSPEED, needs_deepspeed
 from tests.trainer_jobs import Hearing, build_trainer
@@ -93,7 +95,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Decision], list
 
 # The flags are the same whatever shards the model: under FSDP2 and an engine at one boundary alone.
 @pytest.mark.parametrize(
-    ("strategy", "event", "step"), [*(("ddp", *boundary) for boundary in LATER), ("fsdp", "on_step_end", 2)]
+    ("strategy", "event", "step"), [*(("ddp", *boundary) for boundary in LATER), beyond(("fsdp", "on_step_end", 2))]
 )
 def test_a_flag_of_one_rank_is_acted_on_by_all_at_one_boundary(tmp_path, alone, strategy: str, event: str, step: int):
     decisions = [(event, step, flag) for flag in FLAGS]
@@ -107,7 +109,7 @@ def test_a_flag_of_one_rank_is_acted_on_by_all_at_one_boundary(tmp_path, alone, 
 
 
 def test_a_flag_of_all_ranks_is_acted_on_where_one_process_would(tmp_path, alone):
-    decisions = [(event, step, flag) for event, step in LATER for flag in FLAGS[:3]]
+    decisions = [(*boundary, flag) for boundary, flag in zip(LATER, itertools.cycle(FLAGS[:3]), strict=False)]
     main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, None, strategy="ddp", timeout=60)
     assert main == other == [alone(decision) for decision in decisions]
 

@@ -17,6 +17,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.parallel.plans import plan_layers
 from accel_trainer.strategies.parallel.tensor_parallel import check_loss
 from tests import loops
+from tests.cells import beyond, selected
 from tests.conformance.models import MLP, build_model
 from tests.family_matrix import FAMILIES as ALL_FAMILIES
 from tests.family_matrix import compare, docs_table, find_difference
@@ -25,10 +26,10 @@ from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
 
-# Of each way in which a plan shards something, one family (`make test-families` has all): biases and a tied head,
-# scaled and tied embeddings with norms of heads, fused matrices that are gathered, fused heads, a head with a bias;
-# experts of a mixture, with the loss that balances their load.
-FAMILIES = ("qwen2", "gemma3_text", "phi3", "gpt_neox", "phi", "mixtral", "qwen3_moe")
+# Of each way in which a plan shards something, one family (`make test-families` has all): biases and a tied head, a
+# head with a bias, experts of a mixture with the loss that balances their load; beyond the sample, scaled and tied
+# embeddings with norms of heads, fused matrices that are gathered, fused heads, other experts.
+FAMILIES = ("qwen2", "phi", "mixtral", "gemma3_text", "phi3", "gpt_neox", "qwen3_moe")
 # Of which gradients are compared: latent heads, bare parameters, experts with rows of their own, weights that a kernel
 # gets, a norm in an embedding.
 BY_GRADIENT = ("minicpm3", "granite_swa", "llama4_text", "lfm2_moe", "inkling_text")
@@ -47,10 +48,10 @@ def same_batches(num: int = 3) -> list[dict[str, Tensor]]:
     return [{"input_ids": tokens(), "labels": tokens()}] * num
 
 
-def train_families() -> dict[str, Any]:
+def train_families(kinds: list[str]) -> dict[str, Any]:
     accelerator = start(sizes={"tp_size": 2})
     found = {}
-    for kind in FAMILIES:
+    for kind in kinds:
         plain = tiny_model(kind)
         model = copy.deepcopy(plain)
         expected = updates(plain, adamw(plain), same_batches())
@@ -299,11 +300,11 @@ def train_own_models() -> dict[str, Any]:
     return found
 
 
-def on_two_ranks(folder: str) -> dict[str, Any]:
+def on_two_ranks(folder: str, families: list[str], by_gradient: list[str]) -> dict[str, Any]:
     found = {"loaded": load_empty({"tp_size": 2}, folder), "dropout": drop_out()}
     found["sums"] = {way: count_sums(way) for way in WAYS}
-    found |= {"gradients": compare(BY_GRADIENT), "refused": compare(["glm5_next_text"], given=False)}
-    return train_families() | found | {"sharded losses": make_sharded_losses(), "own": train_own_models()}
+    found |= {"gradients": compare(by_gradient), "refused": compare(["glm5_next_text"], given=False)}
+    return train_families(families) | found | {"sharded losses": make_sharded_losses(), "own": train_own_models()}
 
 
 @pytest.fixture(scope="module")
@@ -314,11 +315,18 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def families(weights: str) -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2, weights, timeout=150)
+def families(weights: str, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    trained, compared = (
+        [kind for (kind,) in selected(request, name)]
+        for name in (
+            "test_a_family_of_transformers_trains_and_generates_as_on_one_process",
+            "test_a_familys_gradients_are_those_of_one_process",
+        )
+    )
+    return run_ranks(on_two_ranks, 2, weights, trained, compared, timeout=150)
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [*FAMILIES[:3], *map(beyond, FAMILIES[3:])])
 def test_a_family_of_transformers_trains_and_generates_as_on_one_process(kind: str, families: list[dict[str, Any]]):
     for found in families:
         expected, trained, difference, is_same_text, share = found[kind]
@@ -338,7 +346,7 @@ def test_an_input_that_layers_share_has_its_gradient_summed_once(way: str, famil
         assert found["held"] == [None] * 5  # queries, keys, values; gate, up: nothing outlives the forward
 
 
-@pytest.mark.parametrize("kind", BY_GRADIENT)
+@pytest.mark.parametrize("kind", [*BY_GRADIENT[:2], *map(beyond, BY_GRADIENT[2:])])
 def test_a_familys_gradients_are_those_of_one_process(kind: str, families: list[dict[str, Any]]):
     for found in (of_rank["gradients"][kind] for of_rank in families):
         assert not find_difference(found)
@@ -452,7 +460,14 @@ def batches(accelerator: Any, rows: int) -> Any:
 build_qwen3 = functools.partial(tiny_model, "qwen3")
 
 
-def in_a_mesh(directory: str, folder: str) -> dict[str, Any]:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "checkpointed": {"config": {"fsdp": {"activation_checkpointing": True}}},
+    "compiled": {"dynamo_backend": "eager"},
+    "bf16": {"mixed_precision": "bf16"},
+}
+
+
+def in_a_mesh(directory: str, folder: str, names: list[str]) -> dict[str, Any]:
     sizes = {"tp_size": 2, "dp_shard_size": 2}
     from accel_trainer.utils import set_seed
 
@@ -471,12 +486,8 @@ def in_a_mesh(directory: str, folder: str) -> dict[str, Any]:
     found["places"] = (accelerator.data_parallel_rank, accelerator.tensor_parallel_rank, accelerator.num_processes)
     found["draw"] = torch.rand(1).item()
     # Every rank but rank 0 without values, recomputed activations, 16 bits.
-    for name, options in {
-        "checkpointed": {"config": {"fsdp": {"activation_checkpointing": True}}},
-        "compiled": {"dynamo_backend": "eager"},
-        "bf16": {"mixed_precision": "bf16"},
-    }.items():
-        made, plain = start(sizes=sizes, **options), tiny_model("qwen3")
+    for name in dict.fromkeys([*names, "bf16"]):  # the last one is exported
+        made, plain = start(sizes=sizes, **OPTIONS[name]), tiny_model("qwen3")
         model = copy.deepcopy(plain)
         model, optimizer = made.prepare(model, adamw(model))
         found[name] = (updates(model, optimizer, same_batches(2), made), updates(plain, adamw(plain), same_batches(2)))
@@ -489,8 +500,12 @@ def in_a_mesh(directory: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def meshed(tmp_path_factory: pytest.TempPathFactory, weights: str) -> list[dict[str, Any]]:
-    return run_ranks(in_a_mesh, 4, str(tmp_path_factory.mktemp("mesh") / "state"), weights, timeout=150)
+def meshed(
+    tmp_path_factory: pytest.TempPathFactory, weights: str, request: pytest.FixtureRequest
+) -> list[dict[str, Any]]:
+    names = [name for name, _ in selected(request, "test_options_of_fsdp_hold_for_sharded_layers")]
+    directory = str(tmp_path_factory.mktemp("mesh") / "state")
+    return run_ranks(in_a_mesh, 4, directory, weights, names, timeout=150)
 
 
 def test_a_window_that_is_saved_open_goes_on_with_its_gradients(meshed: list[dict[str, Any]]):
@@ -507,7 +522,9 @@ def test_ranks_that_share_layers_count_as_one_reader(meshed: list[dict[str, Any]
     assert draws[0] == draws[1] != draws[2] == draws[3]
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("checkpointed", 1e-5), ("compiled", 1e-5), ("bf16", 0.05)])
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("bf16", 0.05), beyond(("checkpointed", 1e-5)), beyond(("compiled", 1e-5))]
+)
 def test_options_of_fsdp_hold_for_sharded_layers(name: str, tolerance: float, meshed: list[dict[str, Any]]):
     for found in meshed:
         trained, expected = found[name]

