@@ -99,22 +99,6 @@ def test_d17_loops_that_were_left_early_add_and_skip_no_update():
     assert synced == [False, False, True, False, False, True, False, True]
 
 
-def test_d18_a_partial_window_weighs_what_it_holds():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    model = nn.Linear(1, 1)
-    loader = torch.utils.data.DataLoader(torch.ones(6, 1), batch_size=1)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    gradients = []
-    for _ in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model.bias.sum())
-            if accelerator.sync_gradients:
-                gradients.append(model.bias.grad.item())
-            optimizer.step()
-            optimizer.zero_grad()
-    assert gradients == pytest.approx([1.0, 1.0])
-
-
 def draw_streams(kind: str, workers: int, **options: Any) -> dict[str, Any]:
     """What a rank draws before and after its model is prepared, and in the workers of a loader."""
     accelerator = Accelerator(cpu=True, strategy="ddp")

@@ -2,34 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+from tests.ranks import RankFailure, preload, run_ranks
+from tests.stand_in import ALONE
+
+preload("accel_trainer.trainer", "transformers.models.llama.modeling_llama")
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "spot.py"
 
 
-def start(directory: Path, store: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, str(SCRIPT), "--output_dir", str(directory), "--checkpoint_uri", f"file://{store}"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen([*command, "--max_steps", "60"], env=environ, stdout=subprocess.PIPE, text=True)
+def run(directory: str, store: str) -> str:
+    """Run the script in a process that has torch imported already; return what it printed last."""
+    Path(f"{store}.pid").write_text(str(os.getpid()))
+    sys.argv = [str(SCRIPT), "--output_dir", directory, "--checkpoint_uri", f"file://{store}", "--max_steps", "60"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return printed.getvalue().splitlines()[-1]
 
 
 def test_the_next_machine_ends_with_the_loss_of_a_run_that_was_never_killed(tmp_path: Path) -> None:
-    whole = start(tmp_path / "whole", tmp_path / "other")
-    killed = start(tmp_path / "disk", tmp_path / "store")
-    marker = tmp_path / "store" / "checkpoint-10" / "COMMITTED"
-    while not marker.exists() and killed.poll() is None:
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    assert marker.exists() or list((tmp_path / "store").glob("checkpoint-*/COMMITTED"))
-    shutil.rmtree(tmp_path / "disk", ignore_errors=True)
-    resumed = start(tmp_path / "disk", tmp_path / "store")
-    expected, found = (job.communicate(timeout=100)[0].splitlines()[-1] for job in (whole, resumed))
-    assert expected.startswith("finished after update 60")
-    assert found == expected
+    with ThreadPoolExecutor(2) as pool:
+
+        def start(directory: str, store: str) -> Future[list[str]]:
+            paths = str(tmp_path / directory), str(tmp_path / store)
+            return pool.submit(run_ranks, run, 1, *paths, env={**ALONE, "CUDA_VISIBLE_DEVICES": ""}, timeout=100)
+
+        whole, killed = start("whole", "other"), start("disk", "store")
+        marker = tmp_path / "store" / "checkpoint-10" / "COMMITTED"
+        while not marker.exists() and not killed.done():
+            time.sleep(0.02)
+        with contextlib.suppress(RankFailure, ProcessLookupError):
+            os.kill(int((tmp_path / "store.pid").read_text()), signal.SIGKILL)
+            killed.result()
+        assert list((tmp_path / "store").glob("checkpoint-*/COMMITTED"))
+        shutil.rmtree(tmp_path / "disk", ignore_errors=True)
+        [found] = start("disk", "store").result()
+        assert found.startswith("finished after update 60")
+        assert [found] == whole.result()
