@@ -82,8 +82,9 @@ DEMO_ARGS ?=
 # DeepSpeed compiles its ops with the ninja of the environment, which it looks for on the PATH.
 export PATH := $(abspath $(BIN)):$(PATH)
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
-# By files: tests of one share what its fixtures have computed.
-SHARED := --numprocesses $(WORKERS) --dist loadfile
+# By files: tests of one share what its fixtures have computed. In the order of tests/conftest.py, longest first, and not
+# in that of how many tests they have.
+SHARED := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 with_path = PYTHONPATH="$(CURDIR)/.compat/$(1)$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .PHONY: help

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import multiprocessing.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+TIMES = ROOT / "docs" / "test_times.md"
 
 if os.access(sys.prefix, os.W_OK):
     # Another environment's DeepSpeed lies elsewhere, and the two would rebuild each other's in the user's cache.
@@ -130,6 +132,10 @@ def pytest_sessionfinish() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the cells beyond the sample (tests/cells.py), unless a marker or the name of a test asks for them."""
+    if hasattr(config, "workerinput"):
+        # Workers get files in this order: without it a file of one long test comes last, and one worker waits.
+        seconds = dict(re.findall(r"^\| `(tests/\S+\.py)` \| ([\d.]+) \|", TIMES.read_text(), re.MULTILINE))
+        items.sort(key=lambda item: -float(seconds.get(item.nodeid.partition("::")[0], 0)))
     if "cell" in config.option.markexpr or any("::" in argument for argument in config.args):
         return
     beyond = [item for item in items if item.get_closest_marker("cell")]

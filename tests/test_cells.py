@@ -49,3 +49,12 @@ def test_cells_beyond_are_left_out_unless_a_marker_or_a_name_asks(marker: str, a
     )
     conftest.pytest_collection_modifyitems(config, items)
     assert ("".join(item.nodeid for item in items), len(left_out)) == (kept, 3 - len(kept))
+
+
+def test_workers_get_the_longest_files_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "times.md").write_text("| `tests/b.py` | 7.5 | 1 |\n| `tests/c.py` | 30 | 9 |\n")
+    monkeypatch.setattr(conftest, "TIMES", tmp_path / "times.md")
+    items: list[Any] = [Item(nodeid=f"tests/{name}.py::test", marks=[]) for name in "abc"]
+    config: Any = SimpleNamespace(option=SimpleNamespace(markexpr="cell"), args=[], workerinput={})
+    conftest.pytest_collection_modifyitems(config, items)
+    assert [item.nodeid[6] for item in items] == ["c", "b", "a"]
