@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -108,8 +107,9 @@ def test_a_flag_of_one_rank_is_acted_on_by_all_at_one_boundary(tmp_path, alone, 
     assert main == expected
 
 
-def test_a_flag_of_all_ranks_is_acted_on_where_one_process_would(tmp_path, alone):
-    decisions = [(*boundary, flag) for boundary, flag in zip(LATER, itertools.cycle(FLAGS[:3]), strict=False)]
+@pytest.mark.parametrize("shift", [0, beyond(1), beyond(2)])
+def test_a_flag_of_all_ranks_is_acted_on_where_one_process_would(tmp_path, alone, shift: int):
+    decisions = [(*boundary, FLAGS[(index + shift) % 3]) for index, boundary in enumerate(LATER)]
     main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, None, strategy="ddp", timeout=60)
     assert main == other == [alone(decision) for decision in decisions]
 
