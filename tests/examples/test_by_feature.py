@@ -17,6 +17,7 @@ from tests.cells import beyond
 from tests.ranks import preload, run_ranks
 
 pytest.importorskip("sklearn")
+datasets = pytest.importorskip("datasets")
 preload("accel_trainer.accelerator", "evaluate", "sklearn.datasets")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,12 +64,17 @@ EXPECTED_ON_TWO = {
 }
 
 
+# For which a stream of parquet files sleeps at its end, until pyarrow's threads are gone: 5 s, twice in one script.
+SLEEP = "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0.2
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Run a script as `python script arguments` would, in this process: its imports are paid for already."""
 
     def run_here(script: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [str(FOLDER / f"{script}.py"), *arguments])
+        monkeypatch.setattr(datasets.config, *SLEEP)
         monkeypatch.syspath_prepend(str(FOLDER))
         monkeypatch.chdir(tmp_path)
         runpy.run_path(str(FOLDER / f"{script}.py"), run_name="__main__")
@@ -120,6 +126,7 @@ def test_profiling_writes_a_trace(run: Callable[..., str], tmp_path: Path):
 def run_on_rank(script: str, arguments: list[str], folder: str) -> str:
     """Run a script on this rank; return what it printed."""
     os.chdir(folder)
+    setattr(datasets.config, *SLEEP)
     sys.path.insert(0, str(FOLDER))  # as for a script
     sys.argv = [str(FOLDER / f"{script}.py"), *arguments]
     printed = io.StringIO()
