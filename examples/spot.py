@@ -17,7 +17,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from accel_trainer import Trainer, TrainingArguments
-from accel_trainer.errors import ConfigError
 
 LENGTH = 64
 
@@ -51,12 +50,7 @@ def main() -> None:
         report_to="none",
     )
     trainer = Trainer(model=AutoModelForCausalLM.from_config(config), args=arguments, train_dataset=build_rows())
-    try:
-        result = trainer.train(resume_from_checkpoint="latest")
-    except ConfigError as error:
-        if "No valid checkpoint found" not in str(error):
-            raise
-        result = trainer.train()  # the first machine
+    result = trainer.train(resume_from_checkpoint="auto")  # on the first machine there is none
     if trainer.is_world_process_zero():
         print(
             f"finished after update {result.global_step}, the last loss is {trainer.state.log_history[-2]['loss']:.6f}"

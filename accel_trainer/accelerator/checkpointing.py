@@ -91,6 +91,13 @@ def _own_state(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
     return {uncompiled_name(name): tensor for name, tensor in state.items()}
 
 
+def _take_word(given: str | Path | None, missing_ok: bool) -> tuple[str | Path | None, bool]:
+    """Return the directory to load from, None for the newest, and whether there may be none."""
+    if given in ("latest", "auto") and not Path(given).exists():
+        return None, missing_ok or given == "auto"
+    return given, missing_ok
+
+
 def _add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
@@ -430,8 +437,9 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
         Args:
             input_dir: where from; a bad one is an error. An address of an object store is fetched to
-                `project_dir/checkpoints` first. Without it, the newest good one of `project_dir/checkpoints`:
-                those that are incomplete or corrupt are renamed to `_bad-...` with a warning.
+                `project_dir/checkpoints` first. Without it, or with "latest", the newest good one of
+                `project_dir/checkpoints` and of `checkpoint_uri`: those that are incomplete or corrupt are renamed to
+                `_bad-...` with a warning. "auto" is "latest" with `missing_ok`.
             load_kwargs: options of torch.load, which reads nothing here: the log says that they are without effect.
             verify: "full" compares contents, "size" lengths, "off" nothing.
             map_location: without effect: tensors are read into those of this run, wherever they are.
@@ -462,6 +470,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             )
         self.wait_for_checkpoint()
         mode, self._has_looked_for_states = check_verify(verify), True
+        input_dir, missing_ok = _take_word(input_dir, missing_ok)
         if missing_ok and not is_uri(input_dir) and not self._has_state(input_dir):
             return None
 
@@ -498,7 +507,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         if not found:
             attempt = find_attempt(read_environment())[0]
             begun = f"the workers were started again, {attempt} time(s): " if attempt else ""
-            logger.info("%sno state has been saved to %s yet, and the run begins", begun, directory)
+            places = self._checkpointer.places(directory) if input_dir is None else directory
+            logger.info("%sno state has been saved to %s yet, and the run begins", begun, places)
         return found
 
     def _take_rollbacks(self) -> None:
@@ -525,7 +535,10 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     def _load_newest(self, verify: Verify, *, keeps_place: bool = False) -> tuple[Selection, str]:
         """Load the newest checkpoint that is good; return it and how exact the run goes on. Collective."""
         directory = self._checkpoints_directory()
-        missing = CheckpointNotFoundError(f"no {PREFIX}N in {directory.absolute()}; save one with save_state() first")
+        missing = CheckpointNotFoundError(
+            f"no {PREFIX}N in {self._checkpointer.places(directory.absolute())}; save one with save_state() first, or "
+            "load_state('auto'), which does nothing where there is none"
+        )
         passed_over: list[str] = []
         while True:
             selection = self._checkpointer.select_newest(directory, verify, self._files_to_read, missing, passed_over)

@@ -592,6 +592,10 @@ class Checkpointer:
         is_ours = any(has_one for has_one, _ in seen)
         return None if seen[0][1] and not is_ours else open_checkpoint(path, self.process, verify)
 
+    def places(self, directory: Path) -> str:
+        """Return the places of a run's checkpoints, for messages."""
+        return str(directory) if self._store is None else f"{directory} or {shown(self._store)}"
+
     def has_any(self, directory: Path, name: str | None = None) -> bool:
         """Whether a run's directory, or its store, holds checkpoints, or one of a name: rank 0's word. Collective."""
 

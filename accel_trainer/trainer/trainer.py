@@ -279,8 +279,9 @@ class Trainer(ResumingMethods, transformers.Trainer):
         """Train; see upstream. Collective.
 
         Args:
-            resume_from_checkpoint: a checkpoint, whose contents are verified before anything is loaded; True is the
-                newest good one in `output_dir`, and bad ones are renamed to `_bad-...` with a warning.
+            resume_from_checkpoint: a checkpoint, whose contents are verified before anything is loaded; True or
+                "latest" is the newest good one in `output_dir` and `checkpoint_uri`, and bad ones are renamed to
+                `_bad-...` with a warning. "auto" is the same, or a run that begins where there is none.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: the named one is incomplete; none of several is good.

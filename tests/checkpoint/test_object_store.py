@@ -309,6 +309,48 @@ def test_a_native_loop_goes_on_from_the_store(tmp_path: Path) -> None:
     assert native(tmp_path / "another", uris[1], f"file://{copy}/checkpoint_2") == expected
 
 
+def test_auto_begins_where_there_is_nothing_and_goes_on_from_either_place(tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO", "accel_trainer")
+    uri, options = f"file://{tmp_path}/store", {"lr_scheduler_type": "constant"}
+    with pytest.raises(
+        ConfigError, match=r"no checkpoint-N in .*/run or file://.*/store; train without .* or give .*'auto'"
+    ):
+        trained(tmp_path / "run", uri, "latest", **options)
+    assert "begins" not in caplog.text
+    whole = trained(tmp_path / "whole", resume="auto", **options)
+    assert f"there is no checkpoint in {tmp_path}/whole, and the run begins" in caplog.text
+    trained(tmp_path / "run", uri, "auto", max_steps=6, **options)
+    assert f"there is no checkpoint in {tmp_path}/run or {uri}, and the run begins" in caplog.text
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    caplog.clear()
+    for directory, place in (("copy", None), ("empty", uri)):
+        found = trained(tmp_path / directory, place, "auto", **options)
+        assert found["losses"] == whole["losses"]
+        np.testing.assert_equal(found["weights"], whole["weights"])
+        assert "the run begins" not in caplog.text
+
+
+def test_a_loop_is_told_what_to_load_by_the_same_words(tmp_path: Path, caplog) -> None:
+    caplog.set_level("INFO", "accel_trainer")
+    uri, options = f"file://{tmp_path}/store", {"automatic_checkpoint_naming": True}
+    accelerator = Accelerator(
+        cpu=True, project_config=ProjectConfiguration(str(tmp_path / "run"), **options), config={"checkpoint_uri": uri}
+    )
+    accelerator.prepare(torch.nn.Linear(2, 1))
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"no checkpoint_N in .*/checkpoints or file://.*, or load_state\('auto'"
+    ):
+        accelerator.load_state("latest")
+    assert accelerator.load_state("auto") is None
+    assert f"no state has been saved to {tmp_path}/run/checkpoints or {uri} yet, and the run begins" in caplog.text
+    saved = accelerator.save_state()
+    accelerator._checkpointer._uploads.wait()
+    assert accelerator.load_state("auto") == accelerator.load_state("latest") == saved
+    shutil.rmtree(saved)
+    assert accelerator.load_state("auto") == saved
+    accelerator.end_training()
+
+
 def damage(checkpoint: Path) -> None:
     flip(next(checkpoint.glob("*.safetensors")))
 

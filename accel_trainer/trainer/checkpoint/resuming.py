@@ -66,7 +66,7 @@ _ROLLED_BACK = (
     "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint", "total_flos",
     "num_input_tokens_seen",
 )  # fmt: skip
-_WORDS = {"True": True, "true": True, "latest": True, "False": False, "false": False}
+_WORDS = {"True": True, "true": True, "latest": True, "auto": True, "False": False, "false": False}
 """What `resume_from_checkpoint` may be that names no path: scripts hand on what stood on their command lines."""
 _WEIGHTS = re.compile(
     r"(model|pytorch_model|trained_weights|averages)[^/]*|([^/]+/)?adapter_model[^/]*|pytorch_model_fsdp_0/.*"
@@ -320,9 +320,18 @@ def _found(trainer: Trainer, given: Any) -> Any:
             f"{trainer.args.resolved.describe('checkpoint_uri')} in a search: trials would send checkpoints of "
             "the same names to one address; search without it, and train with the best values"
         )
+    directory = Path(trainer.args.output_dir)
     if is_uri(given):
-        return str(checkpointer.fetch(given, Path(trainer.args.output_dir)))
-    return _WORDS[given] if isinstance(given, str) and given in _WORDS and not os.path.exists(given) else given
+        return str(checkpointer.fetch(given, directory))
+    if not isinstance(given, str) or given not in _WORDS or os.path.exists(given):
+        return given
+    if given == "auto" and not checkpointer.has_any(directory):
+        logger.info(
+            "resume_from_checkpoint='auto': there is no checkpoint in %s, and the run begins",
+            checkpointer.places(directory),
+        )
+        return None
+    return _WORDS[given]
 
 
 def _begin_meters(trainer: Trainer, progress: Mapping[str, Any]) -> None:
@@ -360,8 +369,9 @@ def _select(trainer: Trainer, given: bool | str | os.PathLike[str], run_dir: Pat
             check_contents(selection, process)
         return selection
     missing = ConfigError(
-        f"No valid checkpoint found in output directory ({run_dir}): it has no {PREFIX}N; train without "
-        "resume_from_checkpoint first"
+        f"No valid checkpoint found in output directory ({run_dir}): there is no {PREFIX}N in "
+        f"{checkpointer.places(run_dir)}; train without resume_from_checkpoint first, or give "
+        "resume_from_checkpoint='auto', which begins where there is none"
     )
     while True:
         selection = checkpointer.select_newest(run_dir, verify, files, missing, passed_over)
