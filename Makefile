@@ -122,8 +122,9 @@ test-odd: $(VENV)/.installed ## odd models and loops under each strategy, beside
 	$(BIN)/python -m tests.odd $(ODD_ARGS)
 
 .PHONY: soak
-soak: $(VENV)/.installed ## kill 200 runs while they save and 200 while they upload, load 20,000 changed checkpoints, send runs 20 signals
+soak: $(VENV)/.installed .compat/stores/.installed ## kill 200 runs while they save and 400 while they upload, load 20,000 changed checkpoints, send runs 20 signals
 	$(BIN)/python -m tests.checkpoint.soak $(SOAK_ARGS)
+	$(call with_path,stores) $(BIN)/python -m tests.stores.soak $(STORE_SOAK_ARGS)
 	$(BIN)/python -m tests.trainer.signal_soak
 
 .PHONY: test-slow-ranks

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,112 +15,27 @@ pytest.importorskip("moto")
 
 import boto3
 import fsspec
-import requests
 import torch
-from moto.server import DomainDispatcherApplication, create_backend_app
 from s3fs import S3FileSystem
-from werkzeug.serving import make_server
+from transformers import TrainerCallback
 
 from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.checkpoint import manifest, object_store
-from accel_trainer.checkpoint.object_store import OWNER_NAME, ObjectStore
+from accel_trainer.checkpoint.object_store import GIVE_UP_SECONDS, OWNER_NAME, ObjectStore
 from accel_trainer.errors import CheckpointLockedError, CheckpointNotFoundError, CorruptCheckpointError
 from tests.checkpoint.test_object_store import trained
 from tests.publishing import ALONE, publish_directory
-from tests.trainer_jobs import on_ranks
-
-
-class Faulty:
-    """A server between which and its clients things go wrong on request."""
-
-    def __init__(self) -> None:
-        self.app = DomainDispatcherApplication(create_backend_app)
-        self.unavailable = 0
-        """Requests that are answered by a 503."""
-        self.silent, self.go_on = 0, threading.Event()
-        """Requests that are taken and not answered, until `go_on`."""
-        self.cut: str | None = None
-        """End of a path: its next GET has a body of zeros."""
-        self.torn: str | None = None
-        """End of a path: of its next PUT only half arrives."""
-        self.lags = False
-        """Listings are those of the beginning."""
-        self.forged = 0
-        """Parts whose ETag is another one."""
-        self.listings: dict[str, Any] = {}
-        self.num_listings: Counter[str] = Counter()
-        self.requests: list[tuple[str, str]] = []
-        self.num_sent: Counter[str] = Counter()
-        """Bytes of the objects that were read, by path."""
-
-    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
-        method, path, query = environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"]
-        self.requests.append((method, path))
-        if self.silent:
-            self.silent -= 1
-            self.go_on.wait(60)
-        if self.unavailable and method in ("PUT", "GET"):
-            self.unavailable -= 1
-            start_response("503 Slow Down", [("Content-Type", "application/xml")])
-            return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]
-        if self.torn is not None and method == "PUT" and path.endswith(self.torn):
-            self.torn = None
-            half = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))[: int(environ["CONTENT_LENGTH"]) // 2]
-            environ = {
-                **{name: value for name, value in environ.items() if "CHECKSUM" not in name and "MD5" not in name},
-                "wsgi.input": io.BytesIO(half),
-                "CONTENT_LENGTH": str(len(half)),
-            }
-        answer: list[Any] = []
-        body = b"".join(self.app(environ, lambda *args: answer.extend(args)))
-        status, headers, *_ = answer
-        if "list-type" in query:
-            self.num_listings[query] += 1
-            self.listings.setdefault(query, (status, headers, body))
-            status, headers, body = self.listings[query] if self.lags else (status, headers, body)
-        elif method == "GET":
-            self.num_sent[path] += len(body)
-        if self.cut is not None and method == "GET" and path.endswith(self.cut):
-            self.cut, body = None, bytes(len(body))
-        if self.forged and "partNumber" in query:
-            self.forged -= 1
-            headers = [(name, '"0"' if name.lower() == "etag" else value) for name, value in headers]
-        start_response(status, headers)
-        return [body]
-
-    def serve(self, port: int = 0) -> Callable[[], None]:
-        """Begin to serve, and return the call that ends it."""
-        running = make_server("127.0.0.1", port, self, threaded=True)
-        thread = threading.Thread(target=running.serve_forever)
-        thread.start()
-        self.port = running.server_port
-
-        def stop() -> None:
-            running.shutdown()
-            thread.join()
-            running.server_close()
-
-        self.stop = stop
-        return stop
-
-
-def variables(server: Faulty) -> dict[str, str]:
-    url = f"http://127.0.0.1:{server.port}"
-    return {
-        "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "a-secret", "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": url, "FSSPEC_S3_ENDPOINT_URL": url, "NO_PROXY": "127.0.0.1",
-    }  # fmt: skip
+from tests.stores.faulty_server import Faulty, variables
+from tests.trainer_jobs import build_trainer, on_ranks
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     faulty = Faulty()
     faulty.serve()
-    url = f"http://127.0.0.1:{faulty.port}"
     for name, value in variables(faulty).items():
         monkeypatch.setenv(name, value)
-    requests.post(f"{url}/moto-api/reset", timeout=10)
-    boto3.client("s3", endpoint_url=url).create_bucket(Bucket="bucket")
+    faulty.make_bucket()
     monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", 20.0)
     S3FileSystem.clear_instance_cache()
     yield faulty
@@ -247,6 +160,49 @@ def test_a_server_that_is_gone_for_a_while_is_waited_for(tmp_path: Path, server:
         back.join()
         assert time.monotonic() - begin > waits
     store.verify("checkpoint-3")
+
+
+class Outage(TrainerCallback):
+    """Takes a server away once a checkpoint is being sent, for a time in which eight updates are done."""
+
+    def __init__(self, server: Faulty, seconds: float) -> None:
+        self.server, self.seconds, self.back = server, seconds, threading.Event()
+        self.updates_meanwhile: list[int] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            self.server.stop()
+            threading.Timer(self.seconds, self._return).start()
+
+    def _return(self) -> None:
+        self.server.serve(self.server.port)
+        self.back.set()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step > 4 and not self.back.is_set():
+            self.updates_meanwhile.append(state.global_step)
+            self.back.wait(self.seconds / 8)
+
+
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(30.0, marks=pytest.mark.slow)])
+def test_a_run_goes_on_while_the_server_is_gone(tmp_path: Path, server: Faulty, caplog, monkeypatch, seconds) -> None:
+    monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", GIVE_UP_SECONDS)
+    trainer = build_trainer(
+        tmp_path / "run", checkpoint_uri="s3://bucket/run", model="gpt2", samples=64, save_strategy="steps",
+        save_steps=4, save_total_limit=2, save_async=True,
+    )  # fmt: skip
+    outage = Outage(server, seconds)
+    trainer.add_callback(outage)
+    begin = time.monotonic()
+    trainer.train()
+    assert time.monotonic() - begin > seconds
+    assert trainer.state.global_step == 16
+    assert len(outage.updates_meanwhile) >= 6
+    assert seconds < 20 or "s3://bucket/run does not answer" in caplog.text  # the client tries again by itself
+    store = ObjectStore("s3://bucket/run", "checkpoint-")
+    assert store.newest() == "checkpoint-16"
+    for name in store.names():
+        store.verify(name)
 
 
 def test_a_torn_upload_is_sent_again(tmp_path: Path, server: Faulty) -> None:
