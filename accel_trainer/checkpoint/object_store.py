@@ -253,6 +253,8 @@ class ObjectStore:
         manifest, place = Manifest.read(path), f"{self._root}/{path.name}"
         # Of an earlier upload of that name: from here on it is not complete.
         self._remove(f"{place}/{MARKER_NAME}")
+        for folder in {f"{place}/{name}".rpartition("/")[0] for name in (MARKER_NAME, *manifest.files)}:
+            self._try(partial(self._files.makedirs, folder, exist_ok=True))
         self._in_threads(lambda name: self._put_file(path / name, f"{place}/{name}"), manifest.files)
         for name in (MANIFEST_NAME, MARKER_NAME):
             self._put_file(path / name, f"{place}/{name}")
@@ -264,7 +266,6 @@ class ObjectStore:
         num_bytes = source.stat().st_size
 
         def put() -> None:
-            self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
             if self._pace is None:
                 self._files.put_file(os.fspath(source), place, **self._put_options)
             else:

@@ -67,6 +67,16 @@ def test_the_marker_is_sent_last_and_read_first(tmp_path: Path, server: Faulty) 
     assert [path.rpartition("/")[2] for path in sent[-2:]] == ["manifest.json", "COMMITTED"]
 
 
+def test_an_upload_asks_twice_for_each_file_and_little_else(tmp_path: Path, server: Faulty) -> None:
+    path, store = saved(tmp_path), ObjectStore("s3://bucket/run", "checkpoint-")
+    store.put(path)
+    server.requests.clear()
+    store.put(path)
+    names = [name for _, name in server.requests if "/checkpoint-3/" in name]
+    assert len(names) == 2 * 4  # it is sent, and its length is asked for
+    assert len(server.requests) <= len(names) + 6  # the owner, the marker of before, the folder
+
+
 def test_a_body_that_is_not_what_was_sent_is_refused(tmp_path: Path, server: Faulty) -> None:
     trained(tmp_path / "run", "s3://bucket/run", max_steps=3)
     store = ObjectStore("s3://bucket/run", "checkpoint-")
