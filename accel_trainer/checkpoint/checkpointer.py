@@ -39,6 +39,7 @@ from accel_trainer.checkpoint.safetensors_file import StagingMemory
 from accel_trainer.checkpoint.store import (
     LOCK_NAME,
     DirectoryLock,
+    identify,
     is_complete,
     next_number,
     numbered_checkpoints,
@@ -312,6 +313,12 @@ class SaveJob:
     """Return once everything is copied to host memory, and write on a thread."""
 
 
+def _pass_over_parts(paths: Iterable[Path], passed_over: list[str]) -> None:
+    for path in paths:
+        if is_complete(path):  # others are passed over for what they lack
+            pass_over(path, "it is a part of one: this run has other nodes, or one has lost its own", passed_over)
+
+
 class Checkpointer:
     """A run's checkpoints: one save in flight at most, one directory locked, metrics of the last save and resume.
 
@@ -337,6 +344,8 @@ class Checkpointer:
         self._resumes_from_store = False
         # By the process that commits.
         self._uploads: Uploads | None = None
+        self._left_out: Callable[[Uploads], None] | None = None
+        """Submits the last save, where the nodes have left it out because one of them was still sending another."""
         self.kind = kind
         self.metrics = CheckpointMetrics() if metrics is None else metrics
         self.background: BackgroundSaver | None = None
@@ -353,7 +362,7 @@ class Checkpointer:
             SaveTimeoutError: the background save before this one has not ended in time; for others see `Publication`.
         """
         begin = time.perf_counter()
-        self._check_uploads(job)
+        sends = self._check_uploads(job)
         if self.background is not None and not self.background.wait_for_turn(job.policy):
             return None
         # After the wait: two saves would share the staging memory, and the directory may lack the room for both.
@@ -361,7 +370,7 @@ class Checkpointer:
         if outcome is None:
             return None
         path, publication = outcome
-        on_commit = partial(self._end_save, job, path, publication, begin)
+        on_commit = partial(self._end_save, job, path, publication, begin, sends)
         if job.in_background and self.background is not None:
             self.background.start(publication, on_commit, job.policy)
         else:
@@ -392,6 +401,7 @@ class Checkpointer:
             group=None if background is None else background.thread_group,
             owns_name=job.replaces,
             is_locked=job.name is None,
+            is_joined=job.name is None and self._store is not None,
         )
         with publication as staged, explain_full_disk(staged.path):
             job.write(staged)
@@ -426,7 +436,7 @@ class Checkpointer:
         if not self._lock.is_shared:  # with another Checkpointer of this process, whose save may be under way
             sweep(directory)
 
-    def _end_save(self, job: SaveJob, path: Path, publication: Publication, begin: float) -> None:
+    def _end_save(self, job: SaveJob, path: Path, publication: Publication, begin: float, sends: bool) -> None:
         """Record a save that is committed, and make room for it; the thread of a background save calls it."""
         seconds = time.perf_counter() - begin
         self.metrics.record("ckpt/duration_s", seconds)
@@ -435,7 +445,13 @@ class Checkpointer:
             protected = set(job.protected())
             if self._store is not None:
                 uploads = self._uploads = self._uploads or Uploads(self._open_store(self._store))
-                uploads.submit(path, job.keep, [each.name for each in protected])
+                names = [each.name for each in protected]
+                submit = partial(Uploads.submit, path=path, keep=job.keep, protected=names, part=publication.part)
+                self._left_out = None if sends else submit
+                if sends:
+                    submit(uploads)
+                else:
+                    logger.warning("%s is slower than saves come: %s is not uploaded", uploads.store.uri, path)
                 protected.update(uploads.in_use)
             # Not the new one by itself: where another save of this process has overtaken it, the higher number stays.
             # Only here, after the second vote: until then the older one may be the last good one.
@@ -448,18 +464,20 @@ class Checkpointer:
         pace = self._upload_mib_per_second
         return ObjectStore(uri, self.kind.prefix, job, takes_over=self._resumes_from_store, mib_per_second=pace)
 
-    def _check_uploads(self, job: SaveJob) -> None:
-        """Raise, on all ranks, the error of an upload since the last save, where that was asked for. Collective."""
-        if self._store is None:
-            return
-        if job.each_node:
-            raise ConfigError(
-                f"checkpoint_uri={shown(self._store)!r} with save_on_each_node: each node would send a checkpoint of "
-                "the same name with files of its own; save to a disk that all nodes share, or leave one of them out"
-            )
-        error = None if self._uploads is None else self._uploads.take_error()
-        if job.policy.on_save_error == "raise":
-            gather_or_raise(self.process, f"upload to {shown(self._store)}", error)
+    def _check_uploads(self, job: SaveJob) -> bool:
+        """Return whether this save is handed to the uploads, of which one may wait. Collective.
+
+        Raises, on all ranks, the error of an upload since the last save, where that was asked for.
+        """
+        uploads, is_busy = self._uploads, False
+        error = None if uploads is None else uploads.take_error()
+        are_apart = job.each_node and self.process.local_world_size < self.process.world_size
+        if self._store is not None and (job.policy.on_save_error == "raise" or are_apart):
+            error = error if job.policy.on_save_error == "raise" else None
+            busy = bool(uploads and uploads.in_use)
+            is_busy = any(gather_or_raise(self.process, f"upload to {shown(self._store)}", error, busy))
+        # Of nodes with disks of their own each has to send the same saves: none is dropped that waits.
+        return not (are_apart and is_busy)
 
     def fetch(self, uri: str, directory: Path) -> Path:
         """Copy a checkpoint of an object store, or the newest of a run there, into a directory. Collective.
@@ -485,40 +503,62 @@ class Checkpointer:
         found = gather_calls(self.process, section, find)[0]
         assert found is not None
         path = directory / found[0]
-        if not all(gather_or_raise(self.process, section, None, is_complete(path))):
+        if not self._held_together([path], section):
             flaw = self._copy_together(address, *found, directory)
             if flaw is not None:
                 raise CorruptCheckpointError(flaw)
         self._resumes_from_store = self._store is not None and uri.startswith(self._store.rstrip("/"))
         return path
 
-    def _fetch_newer(self, directory: Path) -> str | None:
+    def _held_together(self, paths: Iterable[Path], section: str) -> list[Path]:
+        """Return the checkpoints that are complete on the disks of all nodes. Collective."""
+        process = self.process
+        first = process.rank - process.local_rank
+        ranks = [first, min(first + process.local_world_size, process.world_size)]
+
+        def look() -> dict[Path, str] | None:
+            if not process.is_local_main:
+                return None
+            return {path: found for path in paths if (found := identify(path, ranks, process.world_size))}
+
+        seen = [held for held in gather_calls(process, section, look) if held is not None]
+        return [path for path, found in seen[0].items() if all(held.get(path) == found for held in seen)]
+
+    def _fetch_newer(self, directory: Path, passed_over: list[str]) -> str | None:
         """Fetch the newest good checkpoint of the store, where it is newer than all complete ones here. Collective.
 
-        Returns its name; None where there is none.
+        Returns its name; None where there is none. What is on the disks of some nodes alone joins `passed_over`.
         """
         store = self._store
         if store is None:
             return None
+        section, numbered = f"fetch from {shown(store)}", numbered_checkpoints(directory, self.kind.prefix)
+        held = self._held_together([path for _, path in numbered], section)
+        newest = max((number for number, path in numbered if path in held), default=-1)
+        find = partial(self._find_newer, store, newest)
 
-        def find() -> tuple[str, Manifest] | None:
-            if not self.process.is_main:
-                return None
-            own = [number for number, path in numbered_checkpoints(directory, self.kind.prefix) if is_complete(path)]
-            opened, newest = self._open_store(store), max(own, default=-1)
-            complete, self._seen_in_store = self._seen_in_store, None
-            if complete is None:
-                complete = opened.complete(name for name in opened.names() if opened.number_of(name) > newest)
-            return next((found for found in complete if found[0] not in self._tried_in_store), None)
-
-        while (found := gather_calls(self.process, f"fetch from {shown(store)}", find)[0]) is not None:
+        while (found := gather_calls(self.process, section, find)[0]) is not None:
             flaw = self._copy_together(store, *found, directory)
             self._tried_in_store.add(found[0])
             if flaw is None:
                 break
             logger.warning("%s/%s is passed over: %s", shown(store), found[0], flaw)
         self._resumes_from_store = True
+        if self.process.is_main:
+            good = newest if found is None else int(found[0].removeprefix(self.kind.prefix))
+            _pass_over_parts([path for number, path in numbered if number > good], passed_over)
         return None if found is None else found[0]
+
+    def _find_newer(self, store: str, newest: int) -> tuple[str, Manifest] | None:
+        """Return the newest complete one of a store, above a number and not tried yet; on rank 0, elsewhere None."""
+        if not self.process.is_main:
+            return None
+        complete, self._seen_in_store = self._seen_in_store, None
+        opened = self._open_store(store)
+        if complete is None:
+            complete = opened.complete(name for name in opened.names() if opened.number_of(name) > newest)
+        untried = (found for found in complete if found[0] not in self._tried_in_store)
+        return next((found for found in untried if opened.number_of(found[0]) > newest), None)
 
     def _copy_together(self, uri: str, name: str, manifest: Manifest, directory: Path) -> str | None:
         """Copy a checkpoint of a store into a directory: each process a part of its bytes, each byte once for a disk.
@@ -597,10 +637,10 @@ class Checkpointer:
         return str(directory) if self._store is None else f"{directory} or {shown(self._store)}"
 
     def has_any(self, directory: Path, name: str | None = None) -> bool:
-        """Whether a run's directory, or its store, holds checkpoints, or one of a name: rank 0's word. Collective."""
+        """Whether a run's directory, on any node, or its store holds checkpoints, or one of a name. Collective."""
 
         def look() -> bool:
-            if not self.process.is_main:
+            if not self.process.is_local_main:
                 return False
             if name is not None:
                 recover_target(directory / name)
@@ -608,7 +648,7 @@ class Checkpointer:
             prefix = self.kind.prefix
             if bool(numbered_checkpoints(directory, prefix)) or any(directory.glob(f"_bad-{prefix}*")):
                 return True
-            if self._store is None:
+            if self._store is None or not self.process.is_main:
                 return False
             opened = self._open_store(self._store)
             complete = opened.complete(opened.names())
@@ -616,7 +656,7 @@ class Checkpointer:
             self._seen_in_store = None if newest is None else chain([newest], complete)
             return newest is not None
 
-        return gather_calls(self.process, f"selection of a checkpoint in {directory}", look)[0]
+        return any(gather_calls(self.process, f"selection of a checkpoint in {directory}", look))
 
     @section("load")
     def select_named(self, path: Path, verify: Verify, files: FilesToRead) -> Selection:
@@ -663,7 +703,7 @@ class Checkpointer:
             fault_point("load.select")
             with self.metrics.resuming("select"):
                 # Again where one here was not good: the store may have it.
-                fetched = self._fetch_newer(directory)
+                fetched = self._fetch_newer(directory, passed_over)
                 passed_over = [line for line in passed_over if line.partition(":")[0] != fetched]
                 path, passed_over = gather_calls(self.process, section, partial(choose, passed_over))[0]
                 selection = Selection(path, self._open(path, verify), passed_over)
@@ -718,4 +758,7 @@ class Checkpointer:
         finally:
             if self._uploads is not None:
                 self._uploads.wait()
+                if self._left_out is not None and not is_failed:
+                    self._left_out(self._uploads)
+                    self._uploads.wait()
             self.release_directory()

@@ -19,12 +19,12 @@ import re
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 from safetensors import SafetensorError, safe_open
@@ -232,6 +232,23 @@ Each tensor has 9 of them, and stands in the header of its file, too, in 50 byte
 """
 
 
+NODE_KEY = "node"
+"""In the metadata of a checkpoint that one of several nodes has on a disk of its own: the save, and the ranks in it."""
+
+
+class NodePart(NamedTuple):
+    """What a node sends of a save that several have on disks of their own."""
+
+    save: str
+    """The same on all nodes."""
+    nodes: Sequence[int]
+    """By their first ranks."""
+    first: int
+    """Of this node."""
+    files: Collection[str]
+    """That no node before it has."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """A tensor of a safetensors file, which holds a box of it."""
@@ -265,6 +282,38 @@ class Manifest:
     def num_bytes(self) -> int:
         """Bytes of all files, the manifest not counted."""
         return sum(entry.num_bytes for entry in self.files.values())
+
+    @property
+    def node_save(self) -> str | None:
+        """Name of the save that this is a node's part of; None of a full one."""
+        node = self.metadata.get(NODE_KEY)
+        return str(node.get("save"))[:80] if isinstance(node, dict) else None
+
+    def of_files(self, names: Collection[str]) -> Manifest:
+        """Return the manifest of some of the files, as of a full checkpoint."""
+        return replace(
+            self,
+            files={name: self.files[name] for name in names},
+            tensors={name: table for name, table in self.tensors.items() if name in names},
+            metadata={key: value for key, value in self.metadata.items() if key != NODE_KEY},
+        )
+
+    def with_files_of(self, others: Iterable[Manifest]) -> Manifest:
+        """Return the manifest of the files of several."""
+        files, tensors = dict(self.files), dict(self.tensors)
+        for other in others:
+            files |= other.files
+            tensors |= other.tensors
+        return replace(self, files=files, tensors=tensors)
+
+    def content_of(self, name: str) -> str:
+        """Return a word that is the same for files of two nodes of which one will do."""
+        # Each node writes what its ranks hold alike, by the names of its own ranks: under DDP all of it on every node.
+        found = re.fullmatch(r"(.+)\.\d{5}\.safetensors", name)
+        if found is None or name not in self.tensors:
+            return name
+        table = sorted((tensor, entry.box.offsets, entry.box.sizes) for tensor, entry in self.tensors[name].items())
+        return f"{found[1]} {xxhash.xxh3_128_hexdigest(repr(table).encode())}"
 
     def encode(self) -> bytes:
         """Return the text of `manifest.json`."""
@@ -325,14 +374,15 @@ class Manifest:
             )
         try:
             with as_corrupt(path):
-                return cls._decode(data)
+                return cls.decode(data)
         except ConfigError as error:
             raise CorruptCheckpointError(
                 f"{path.absolute()} is not a manifest ({type(error).__name__}: {error}); load another checkpoint"
             ) from error
 
     @classmethod
-    def _decode(cls, data: dict[str, Any]) -> Manifest:
+    def decode(cls, data: dict[str, Any]) -> Manifest:
+        """Return the manifest that `encode` made this JSON of."""
         for name in (*data["files"], *data["tensors"]):
             check_name(name)
         return cls(

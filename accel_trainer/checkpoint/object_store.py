@@ -29,7 +29,14 @@ from xxhash import xxh3_128_hexdigest
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_path
-from accel_trainer.checkpoint.manifest import BLOCK_BYTES, MANIFEST_NAME, MARKER_NAME, Manifest, num_blocks
+from accel_trainer.checkpoint.manifest import (
+    BLOCK_BYTES,
+    MANIFEST_NAME,
+    MARKER_NAME,
+    Manifest,
+    NodePart,
+    num_blocks,
+)
 from accel_trainer.checkpoint.store import publish_name, remove_tree
 from accel_trainer.errors import (
     AccelTrainerError,
@@ -52,6 +59,7 @@ GIVE_UP_SECONDS = 300.0
 _CHUNK_BYTES = 2**20
 _PART_BYTES = 32 * 2**20
 _NUM_THREADS = 4
+_POLL_SECONDS = 0.5
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that no waiting mends; of the system's others, most come from networks."""
 _CLIENTS = ("aiohttp", "aiobotocore", "azure", "botocore", "gcsfs", "google", "httpx", "requests", "urllib3")
@@ -242,25 +250,90 @@ class ObjectStore:
             f"address of its own, resume from there, or wait until {OWNER_SECONDS:.0f} s have passed since it ended"
         )
 
-    def put(self, path: Path) -> int:
-        """Copy a committed checkpoint, its marker last; return its size in bytes.
+    def put(self, path: Path, part: NodePart | None = None) -> int:
+        """Copy a committed checkpoint, its marker last; return the bytes that this process has sent.
+
+        Args:
+            part: of nodes with disks of their own, each of which calls it; the store has one checkpoint then, as of a
+                disk that all share.
 
         Raises:
             CheckpointLockedError: another run saves here.
-            OSError: the store has refused a file, or has not answered for five minutes.
+            OSError: the store has refused a file, or has not answered for five minutes; or another node has not.
         """
-        self.claim()
         manifest, place = Manifest.read(path), f"{self._root}/{path.name}"
+        if part is not None:
+            manifest = manifest.of_files(part.files)
+            if part.first > 0:
+                self._follow(path, manifest, part)
+                return manifest.num_bytes
+        self.claim()
         # Of an earlier upload of that name: from here on it is not complete.
         self._remove(f"{place}/{MARKER_NAME}")
-        for folder in {f"{place}/{name}".rpartition("/")[0] for name in (MARKER_NAME, *manifest.files)}:
-            self._try(partial(self._files.makedirs, folder, exist_ok=True))
-        self._in_threads(lambda name: self._put_file(path / name, f"{place}/{name}"), manifest.files)
-        for name in (MANIFEST_NAME, MARKER_NAME):
-            self._put_file(path / name, f"{place}/{name}")
+        self._make_folder(place)
+        if part is None:
+            self._put_files(path, manifest)
+            text = (path / MANIFEST_NAME).read_bytes()
+        else:
+            text = self._lead(path, manifest, part).encode()
+        self._put_text(f"{place}/{MANIFEST_NAME}", text)
+        self._put_text(f"{place}/{MARKER_NAME}", Manifest.digest(text))
+        for first in () if part is None else part.nodes:
+            self._remove(self._note(path.name, first))
         self._newest = max(self._newest or path.name, path.name, key=self.number_of)
         self._sign()
         return manifest.num_bytes
+
+    def _note(self, name: str, first: int) -> str:
+        return f"{self._root}/{name}/_node_{first}.json"
+
+    def _lead(self, path: Path, manifest: Manifest, part: NodePart) -> Manifest:
+        """Send the first node's files while the others send theirs; return the manifest of all."""
+        begin = time.monotonic()
+        self._put_text(self._note(path.name, 0), json.dumps({"save": part.save}).encode())
+        self._put_files(path, manifest)
+        notes = [self._wait_for_note(self._note(path.name, first), part.save, begin) for first in part.nodes[1:]]
+        return manifest.with_files_of([Manifest.decode(said["manifest"]) for said in notes])
+
+    def _follow(self, path: Path, manifest: Manifest, part: NodePart) -> None:
+        """Send the files of another node, once the first one has begun."""
+        # Not before: where another run saves here, the first node is refused, and nobody touches its files.
+        self._wait_for_note(self._note(path.name, 0), part.save, time.monotonic())
+        self._put_files(path, manifest)
+        said = {"save": part.save, "manifest": json.loads(manifest.encode())}
+        self._put_text(self._note(path.name, part.first), json.dumps(said).encode())
+
+    def _wait_for_note(self, place: str, save: str, begin: float) -> dict[str, Any]:
+        """Return a note of another node about this save, once it is there."""
+        # Its part is about as large as this one.
+        end = time.monotonic() + GIVE_UP_SECONDS + 2 * (time.monotonic() - begin)
+        while True:
+            with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+                said: dict[str, Any] = json.loads(bytes(self._try(partial(self._files.cat_file, place))))
+                if said["save"] == save:
+                    return said
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"{self.uri}: {place.removeprefix(self._root + '/')} has not come from that node's first process "
+                    f"in {time.monotonic() - begin:.0f} s; its log says why. The checkpoint is not complete there"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _put_files(self, path: Path, manifest: Manifest) -> None:
+        place = f"{self._root}/{path.name}"
+        for folder in {name.rpartition("/")[0] for name in manifest.files} - {""}:
+            self._make_folder(f"{place}/{folder}")
+        self._in_threads(lambda name: self._put_file(path / name, f"{place}/{name}"), manifest.files)
+
+    def _make_folder(self, place: str) -> None:
+        # Once a folder, not once a file: S3 has none, and s3fs asks for the bucket (a fourth of an upload's requests).
+        self._try(partial(self._files.makedirs, place, exist_ok=True))
+
+    def _put_text(self, place: str, text: bytes) -> None:
+        with tempfile.NamedTemporaryFile(prefix="accel-trainer-") as own:
+            own.write(text)
+            own.flush()
+            self._put_file(Path(own.name), place)
 
     def _put_file(self, source: Path, place: str) -> None:
         num_bytes = source.stat().st_size
@@ -449,6 +522,13 @@ class _Pace:
         time.sleep(max(0.0, begin - time.monotonic()))
 
 
+class _Upload(NamedTuple):
+    path: Path
+    keep: int | None
+    protected: Collection[str]
+    part: NodePart | None
+
+
 class Uploads:
     """The copies of a run's checkpoints in its store, made by a thread one after the other, on one process."""
 
@@ -458,8 +538,8 @@ class Uploads:
         self.store = store
         self.error: BaseException | None = None
         """Of an upload that has failed, until somebody takes it."""
-        self._waiting: tuple[Path, int | None, Collection[str]] | None = None
-        self._active: Path | None = None
+        self._waiting: _Upload | None = None
+        self._active: _Upload | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
@@ -467,19 +547,22 @@ class Uploads:
     def in_use(self) -> list[Path]:
         """Checkpoints that are being read, or wait for it, and must stay."""
         with self._lock:
-            return [path for path in (self._active, self._waiting and self._waiting[0]) if path is not None]
+            return [each.path for each in (self._active, self._waiting) if each is not None]
 
-    def submit(self, path: Path, keep: int | None, protected: Collection[str]) -> None:
+    def submit(
+        self, path: Path, keep: int | None, protected: Collection[str] = (), part: NodePart | None = None
+    ) -> None:
         """Have a committed checkpoint copied, after the one that is under way; one that still waits gives way to it.
 
         Args:
             keep: how many stay in the store; None keeps all.
             protected: names of those that stay whatever their number.
+            part: of this node, where several have disks of their own.
         """
         with self._lock:
             if self._waiting is not None:
-                logger.warning("%s is slower than saves come: %s is not uploaded", self.store.uri, self._waiting[0])
-            self._waiting = path, keep, protected
+                logger.warning("%s is slower than saves come: %s is not uploaded", self.store.uri, self._waiting.path)
+            self._waiting = _Upload(path, keep, protected, part)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="checkpoint-upload")
                 self._thread.start()
@@ -490,12 +573,12 @@ class Uploads:
                 if self._waiting is None:
                     self._active = self._thread = None
                     return
-                (path, keep, protected), self._waiting = self._waiting, None
-                self._active = path
-            begin = time.perf_counter()
+                (path, keep, protected, part), self._waiting = self._waiting, None
+                self._active = _Upload(path, keep, protected, part)
+            begin, is_first = time.perf_counter(), part is None or part.first == 0
             try:
-                num_bytes = self.store.put(path)
-                if keep is not None:
+                num_bytes = self.store.put(path, part)
+                if keep is not None and is_first:
                     self.store.retire(keep, protected)
             except BaseException as error:
                 self.error = error

@@ -32,9 +32,11 @@ from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_
 from accel_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
+    NODE_KEY,
     FileEntry,
     HashingFile,
     Manifest,
+    NodePart,
     TensorEntry,
     check_name,
     hash_file,
@@ -299,6 +301,8 @@ class Publication:
     """A directory of that name is replaced with all its files, also those that no checkpoint wrote."""
     is_locked: bool = False
     """The caller holds the lock of the directory around it; otherwise `target` has one for this save."""
+    is_joined: bool = False
+    """With `each_node`: the nodes' files come together in a store; see `part`."""
 
     def __post_init__(self) -> None:
         self._section = f"save of {self.target}"
@@ -314,6 +318,11 @@ class Publication:
         self._lock: DirectoryLock | None = None
         self._error: BaseException | None = None
         self.staged: StagedDirectory | None = None
+        self._nodes = [0]
+        self._save = ""
+        self._contents: dict[str, str] = {}
+        self.part: NodePart | None = None
+        """This node's part of a save that is committed, where it is joined and there are several."""
         self.num_bytes = 0
         """Size of the checkpoint, once it is committed; of this node's files with `each_node`."""
 
@@ -339,7 +348,7 @@ class Publication:
             self.abandon(self.target.parent / name)
             raise
         # The committing rank is the first of those whose files it commits.
-        path = self.target.parent / names[self._first]
+        path, self._save = self.target.parent / names[self._first], names[0].rpartition("-")[2]
         self.staged = StagedDirectory(
             path, self.step, commits=self.commits, memory=self.memory, group=self.group, ranks=self._ranks
         )
@@ -393,12 +402,15 @@ class Publication:
             # Every rank brings its files to the disk before it votes: after the vote any of them may die.
             error = self._error or _error_of(staged.finish)
             firsts = gather_or_raise(self.process, self._section, error, self._first, self.group)
-            tables = self._gather_tables(staged, sorted(set(firsts)))
+            self._nodes = sorted(set(firsts))
+            tables = self._gather_tables(staged, self._nodes)
             # The second vote: before the rename is durable no rank calls it saved, and none removes an older one.
             with raise_together(self.process, f"publication of {self.target}", self.group):
                 fault_point("save.after_vote", self.step)
                 self._publish(staged, tables)
             is_over = True
+            if self.is_joined and len(self._nodes) > 1:
+                self.part = self._share_out()
         finally:
             if is_over:
                 self.abandon(self._leftover)
@@ -413,6 +425,13 @@ class Publication:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+    def _share_out(self) -> NodePart:
+        """Return the files of this node that none before it has. Collective."""
+        own = self._contents
+        held = gather_or_raise(self.process, self._section, None, set(own.values()), self.group)
+        before = set[str]().union(*(held[first] for first in self._nodes if first < self._first))
+        return NodePart(self._save, self._nodes, self._first, [name for name in own if own[name] not in before])
 
     def _gather_tables(self, staged: StagedDirectory, firsts: list[int]) -> dict[int, Tables]:
         """Return the tables of each rank of this directory, on the rank that commits it: of `firsts`. Collective."""
@@ -465,6 +484,8 @@ class Publication:
             files[name] = staged.files[name]
         tensors |= staged.tensors
         staged.sync_directories()
+        if len(self._nodes) > 1:
+            staged.metadata[NODE_KEY] = {"save": self._save, "ranks": [self._ranks.start, self._ranks.stop]}
         manifest = Manifest(
             world_size=self.process.world_size,
             step=self.step,
@@ -474,6 +495,7 @@ class Publication:
             versions=used_versions(),
         )
         self.num_bytes = manifest.num_bytes
+        self._contents = {name: manifest.content_of(name) for name in files}
         text = manifest.encode()
         write_durably(staged.path / MANIFEST_NAME, text)
         # Last, after the fsync of the manifest: a marker that reaches the disk first would certify a torn one.

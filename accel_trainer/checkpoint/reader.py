@@ -23,7 +23,7 @@ from accel_trainer.checkpoint.store import PREFIX, numbered_checkpoints, pass_ov
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.shared_errors import gather_calls, gather_or_raise, raise_together
+from accel_trainer.runtime.shared_errors import gather_calls, gather_or_raise
 
 Verify = Literal["full", "size", "off"]
 """The comparison of a file with the manifest before it is used: of contents, of the length, or none."""
@@ -121,11 +121,22 @@ class StoredCheckpoint:
 
 def open_checkpoint(path: str | Path, process: ProcessContext, verify: str = "full") -> StoredCheckpoint:
     """Open a checkpoint on every rank; see `StoredCheckpoint`. Collective: all can read its manifest, or all raise."""
-    checked = check_verify(verify)
-    with raise_together(process, f"load of {path}"):
+    checked, opened = check_verify(verify), list[StoredCheckpoint]()
+
+    def open_here() -> str | None:
         stored = StoredCheckpoint(Path(path), process, checked)
         warn_of_writers(stored.path)
-    return stored
+        opened.append(stored)
+        return stored.manifest.node_save
+
+    saves = {save: rank for rank, save in enumerate(gather_calls(process, f"load of {path}", open_here)) if save}
+    if len(saves) > 1:
+        raise CorruptCheckpointError(
+            f"the disks of the nodes hold parts of {len(saves)} saves as {path}, seen by ranks "
+            f"{', '.join(map(str, sorted(saves.values())))}: one of them is of another run. Bring the disks of one run "
+            "together, or remove it on all nodes, and an older one is taken"
+        )
+    return opened[0]
 
 
 # No lambdas: an Accelerator that holds a kind of checkpoints is pickled by name.

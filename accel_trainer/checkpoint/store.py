@@ -33,7 +33,14 @@ from typing import Any
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.disk import fsync_path, open_own
-from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, check_checkpoint, refuse_extra_files
+from accel_trainer.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MARKER_NAME,
+    NODE_KEY,
+    Manifest,
+    check_checkpoint,
+    refuse_extra_files,
+)
 from accel_trainer.errors import (
     AccelTrainerError,
     CheckpointLockedError,
@@ -465,6 +472,23 @@ def is_complete(path: Path) -> bool:
     except (AccelTrainerError, OSError):
         return False
     return True
+
+
+def identify(path: Path, ranks: list[int], world_size: int) -> str:
+    """Return a word that is the same for a complete checkpoint on the disks of all nodes; "" of one that will not do.
+
+    Args:
+        ranks: of this node, the first and the one after the last: a part of a save that others hold is of use to them
+            alone, in a run of as many ranks.
+    """
+    try:
+        manifest = check_checkpoint(path, "size")
+        if manifest.node_save is None:
+            return (path / MARKER_NAME).read_text()
+        is_ours = (manifest.metadata[NODE_KEY].get("ranks"), manifest.world_size) == (ranks, world_size)
+        return manifest.node_save if is_ours else ""
+    except (AccelTrainerError, OSError):
+        return ""
 
 
 def pass_over(path: Path, reason: str, passed_over: list[str]) -> None:

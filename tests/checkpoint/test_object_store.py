@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.checkpoint import object_store
-from accel_trainer.checkpoint.manifest import MARKER_NAME, Manifest
+from accel_trainer.checkpoint.manifest import MARKER_NAME, Manifest, NodePart
 from accel_trainer.checkpoint.object_store import OWNER_NAME, ObjectStore, Uploads, shown
 from accel_trainer.checkpoint.store import is_complete
 from accel_trainer.errors import (
@@ -226,7 +226,7 @@ def test_a_slow_store_gets_the_newest(tmp_path: Path, checkpoint: Path) -> None:
     class Slow(ObjectStore):
         sent: ClassVar[list[str]] = []
 
-        def put(self, path: Path) -> int:
+        def put(self, path: Path, part: NodePart | None = None) -> int:
             began.set()
             go_on.wait(20)
             self.sent.append(path.name)
@@ -393,15 +393,6 @@ def test_a_failed_upload_is_raised_by_the_next_save(tmp_path: Path, flaky, monke
         with pytest.raises(ConnectionResetError, match="put: connection reset") if step == 4 else nullcontext():
             trainer.train()
         assert trainer.state.global_step == step
-
-
-def per_node(directory: Path) -> None:
-    trained(directory, f"file://{directory}/store", save_on_each_node=True)
-
-
-def test_a_disk_for_each_node_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="with save_on_each_node: each node would send a checkpoint of the same name"):
-        per_node(tmp_path)
 
 
 def test_the_command_line_reads_and_prunes_a_store(tmp_path: Path, checkpoint: Path, capsys) -> None:

@@ -1,0 +1,242 @@
+"""Nodes with disks of their own that save to one store: it has one checkpoint of all, for any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accel_trainer.checkpoint import object_store
+from accel_trainer.checkpoint.manifest import NODE_KEY, Manifest, NodePart
+from accel_trainer.checkpoint.object_store import ObjectStore
+from accel_trainer.errors import CorruptCheckpointError
+from tests.checkpoint.crash_job import SavedRun
+from tests.publishing import ALONE, publish_directory
+from tests.ranks import run_ranks
+from tests.strategy_configs import HAS_DEEPSPEED
+from tests.trainer.checkpoint.test_save_on_each_node import ENGINES, files_of, on_nodes, run, straight
+
+pytestmark = pytest.mark.multirank
+
+
+def checkpoint_of(folder: Path, node: int, step: int) -> Path:
+    return folder / f"node{node}" / "out" / f"checkpoint-{step}"
+
+
+def assert_equal_runs(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for own, reference in zip(found, expected, strict=True):
+        assert own["losses"] == reference["losses"]
+        np.testing.assert_equal(own["weights"], reference["weights"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_ranks", "lost"), [("ddp", 2, "01"), ("fsdp_sharded", 4, "1"), ("zero3", 2, "0")]
+)
+def test_nodes_that_lose_their_disks_go_on_from_the_store(
+    tmp_path: Path, engine: str, num_ranks: int, lost: str
+) -> None:
+    if engine == "zero3" and not HAS_DEEPSPEED:
+        pytest.skip("DeepSpeed is not installed")
+    uri, env = f"file://{tmp_path}/store", on_nodes(num_ranks)
+    options: dict[str, Any] = {**ENGINES[engine], "samples": 10 * num_ranks, "env": env, "timeout": 100}
+    reference = run_ranks(straight, num_ranks, str(tmp_path / "straight"), **options)
+    options["checkpoint_uri"] = uri
+    run_ranks(run, num_ranks, tmp_path / "first", stop_at=6, save_async=True, **options)
+
+    held = [files_of(checkpoint_of(tmp_path / "first", node, 6)) for node in (0, 1)]
+    assert held[0] != held[1]
+    sent = files_of(tmp_path / "store" / "checkpoint-6")
+    shared = files_of(tmp_path / "straight" / "checkpoint-6")  # as a disk that all nodes see has it
+    assert sent == shared
+    store = ObjectStore(uri, "checkpoint-")
+    store.verify("checkpoint-6")
+    manifest = store.manifest("checkpoint-6")
+    assert manifest.num_bytes < 1.02 * Manifest.read(tmp_path / "straight" / "checkpoint-6").num_bytes
+    assert NODE_KEY not in manifest.metadata
+    for node in (0, 1):
+        ranks = [node * num_ranks // 2, (node + 1) * num_ranks // 2]
+        assert Manifest.read(checkpoint_of(tmp_path / "first", node, 6)).metadata[NODE_KEY]["ranks"] == ranks
+
+    (tmp_path / "first").rename(tmp_path / "second")  # nothing knows where it was
+    for node in lost:
+        shutil.rmtree(tmp_path / "second" / f"node{node}")
+    assert_equal_runs(run_ranks(run, num_ranks, tmp_path / "second", "latest", **options), reference)
+
+
+def test_another_number_of_nodes_takes_what_the_store_has(tmp_path: Path) -> None:
+    options: dict[str, Any] = {**ENGINES["fsdp_sharded"], "samples": 40, "dropout": 0.0, "timeout": 100}
+    options |= {"checkpoint_uri": f"file://{tmp_path}/store", "lr_scheduler_type": "constant"}
+    whole = run_ranks(run, 4, tmp_path / "run", env=on_nodes(4), max_steps=10, **options)[0]
+    shutil.rmtree(tmp_path / "run" / "node1")
+    for path in (tmp_path / "store").glob("checkpoint-*"):
+        if path.name != "checkpoint-3":  # of later ones the first node has its part
+            shutil.rmtree(path)
+    (tmp_path / "store" / "_owner.json").unlink()
+    one_node = {"GROUP_RANK": "0"}
+    options["per_device_train_batch_size"] = 4
+    found = run_ranks(run, 2, tmp_path / "run", "auto", env=one_node, max_steps=10, on_changed_run="warn", **options)[0]
+    np.testing.assert_allclose(found["losses"], whole["losses"], rtol=1e-5)
+    for name, value in whole["weights"].items():
+        np.testing.assert_allclose(found["weights"][name], value, rtol=1e-3, atol=1e-5)
+    bad = {path.name[: len("_bad-checkpoint-N")] for path in (tmp_path / "run" / "node0" / "out").glob("_bad-*")}
+    assert bad == {"_bad-checkpoint-6", "_bad-checkpoint-9", "_bad-checkpoint-1"}
+
+
+# --- a loop of one's own ---------------------------------------------------------------------------------------------
+
+
+def saved_run(directory: Path) -> SavedRun:
+    """Return a run of a node with a disk of its own."""
+    node = directory / f"node{os.environ['RANK']}"
+    node.mkdir(exist_ok=True)
+    os.chdir(node)
+    run = SavedRun(Path(), total_limit=2, config={"checkpoint_uri": f"file://{directory}/store"})
+    run.accelerator.project_configuration.save_on_each_node = True
+    return run
+
+
+def save_thrice(directory: Path) -> None:
+    run = saved_run(directory)
+    for step in range(3):
+        run.fill(step)
+        run.accelerator.save_state(async_=step == 1)
+        run.accelerator.wait_for_checkpoint()
+        run.accelerator._checkpointer._uploads.wait()
+    run.accelerator.end_training()
+
+
+def load_and_save(directory: Path) -> tuple[int, list[str]]:
+    run = saved_run(directory)
+    run.accelerator.load_state()
+    held = run.step_held()
+    run.fill(held + 10)
+    run.accelerator.save_state()
+    run.accelerator.end_training()
+    return held, sorted(path.name for path in Path("checkpoints").iterdir())
+
+
+def test_what_one_node_alone_has_is_passed_over(tmp_path: Path) -> None:
+    run_ranks(save_thrice, 2, tmp_path, env=on_nodes(2))
+    store = ObjectStore(f"file://{tmp_path}/store", "checkpoint_")
+    assert store.names() == ["checkpoint_1", "checkpoint_2"]
+    shutil.rmtree(tmp_path / "store" / "checkpoint_2")  # as if it had not been sent when the second node was lost
+    (tmp_path / "store" / "_owner.json").unlink()
+    shutil.rmtree(tmp_path / "node1" / "checkpoints")
+    (held, first), (other, second) = run_ranks(load_and_save, 2, tmp_path, env=on_nodes(2))
+    assert held == other == 1
+    assert [name for name in first if name.startswith("_bad-checkpoint_2-")]
+    assert {"checkpoint_1", "checkpoint_2"} <= set(first) & set(second)
+    assert store.newest() == "checkpoint_2"
+    assert run_ranks(load_and_save, 2, tmp_path, env=on_nodes(2))[0][0] == 11
+
+
+def load_named(directory: Path) -> str:
+    run = saved_run(directory)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        run.accelerator.load_state(Path("checkpoints", "checkpoint_2"))
+    return str(caught.value)
+
+
+def test_parts_of_two_saves_are_not_put_together(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        run_ranks(save_thrice, 2, tmp_path / name, env=on_nodes(2))
+    shutil.rmtree(tmp_path / "one" / "node1")
+    shutil.copytree(tmp_path / "two" / "node1", tmp_path / "one" / "node1")
+    for said in run_ranks(load_named, 2, tmp_path / "one", env=on_nodes(2)):
+        assert re.search("the disks of the nodes hold parts of 2 saves as .*checkpoint_2, seen by ranks 0, 1", said)
+    shutil.rmtree(tmp_path / "one" / "store" / "checkpoint_2")
+    (tmp_path / "one" / "store" / "_owner.json").unlink()
+    assert run_ranks(load_and_save, 2, tmp_path / "one", env=on_nodes(2))[0][0] == 1
+
+
+def save_while_a_node_sends(directory: Path) -> list[str]:
+    run = saved_run(directory)
+    sent, go_on = list[str](), threading.Event()
+    put = ObjectStore.put
+
+    def slow_put(store: ObjectStore, path: Path, part: NodePart | None = None) -> int:
+        sent.append(path.name)
+        if os.environ["RANK"] == "1":
+            go_on.wait(20)
+        return put(store, path, part)
+
+    ObjectStore.put = slow_put  # type: ignore[method-assign]
+    for step in range(3):
+        run.fill(step)
+        run.accelerator.save_state()
+    go_on.set()
+    run.accelerator.end_training()
+    return sent
+
+
+def test_nodes_send_the_same_saves_where_one_is_slow(tmp_path: Path) -> None:
+    sent = run_ranks(save_while_a_node_sends, 2, tmp_path, env=on_nodes(2))
+    assert sent == [["checkpoint_0", "checkpoint_2"]] * 2  # the last one at the end
+    store = ObjectStore(f"file://{tmp_path}/store", "checkpoint_")
+    assert store.names() == ["checkpoint_0", "checkpoint_2"]
+    for name in store.names():
+        store.verify(name)
+
+
+# --- the store alone -------------------------------------------------------------------------------------------------
+
+
+def parts_on_disks(directory: Path, save: str = "a") -> list[tuple[Path, NodePart]]:
+    """Return what two nodes have committed, each on its disk."""
+    found = []
+    for node in (0, 1):
+        path = directory / f"node{node}" / "checkpoint-3"
+        with publish_directory(path, ALONE) as staged:
+            staged.write_json("shared.json", node)
+            slices = {"x": ((6,), (3 * node,))}
+            staged.write_tensors(f"shards.{node:05d}.safetensors", {"x": torch.full((3,), node)}, slices=slices)
+            staged.write_tensors(f"copies.{node:05d}.safetensors", {"y": torch.ones(3)})
+            staged.metadata[NODE_KEY] = {"save": save, "ranks": [node, node + 1]}
+        own = Manifest.read(path).files
+        files = list(own) if node == 0 else [name for name in own if name.startswith("shards")]
+        found.append((path, NodePart(save, [0, 1], node, files)))
+    return found
+
+
+def test_the_first_node_commits_what_all_have_sent(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(object_store, "_POLL_SECONDS", 0.05)
+    (first, whole), (second, part) = parts_on_disks(tmp_path)
+    stores = [ObjectStore(f"file://{tmp_path}/store", "checkpoint-", job="job") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        later = pool.submit(stores[1].put, second, part)
+        stores[0].put(first, whole)
+        later.result()
+    names = {path.name for path in (tmp_path / "store" / "checkpoint-3").iterdir()}
+    expected = {"shared.json", "shards.00000.safetensors", "shards.00001.safetensors", "copies.00000.safetensors"}
+    assert names == expected | {"manifest.json", "COMMITTED"}
+    assert json.loads((tmp_path / "store" / "checkpoint-3" / "shared.json").read_text()) == 0
+    fetched = stores[0].fetch("checkpoint-3", tmp_path / "disk")
+    assert set(Manifest.read(fetched).files) == expected == set(Manifest.read(fetched).tensors) | {"shared.json"}
+
+
+def test_a_node_that_hears_nothing_of_the_others_says_so(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(object_store, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", 0.3)
+    (first, whole), (second, part) = parts_on_disks(tmp_path)
+    store = ObjectStore(f"file://{tmp_path}/store", "checkpoint-", job="job")
+    (tmp_path / "store" / "checkpoint-3").mkdir(parents=True)
+    for note in ("_node_0.json", "_node_1.json"):  # of an upload before, which was killed
+        (tmp_path / "store" / "checkpoint-3" / note).write_text('{"save": "another", "manifest": {}}')
+    with pytest.raises(
+        TimeoutError, match=r"checkpoint-3/_node_0\.json has not come from that node's first process in"
+    ):
+        store.put(second, part)
+    assert len(list((tmp_path / "store" / "checkpoint-3").iterdir())) == 2  # nothing was sent
+    with pytest.raises(TimeoutError, match=r"checkpoint-3/_node_1\.json has not come .* not complete there"):
+        store.put(first, whole)
+    assert store.newest() is None
