@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from torch import nn
 from accel_trainer.config import Fp8Config, MixedPrecision, OutputDtype
 from accel_trainer.errors import MISSING_TORCHAO, ConfigError, MissingExtraError
 from accel_trainer.logging import get_logger
+from accel_trainer.runtime.model_wrappers import ReplacedForward
 from accel_trainer.tree import map_leaves, rebuild_mapping
 
 __all__ = [
@@ -179,7 +179,6 @@ def _device_precision(mixed_precision: str, device: torch.device, origin: str) -
 
 
 def _require_fp8(device: torch.device, origin: str) -> None:
-    """Refuse a device that has no matrix products in fp8."""
     if device.type == "xpu" or device.type == "cuda" and torch.version.hip is not None:
         return  # torchao knows which of these have it
     if device.type == "cuda":
@@ -269,37 +268,24 @@ def apply_float8(model: nn.Module, policy: PrecisionPolicy, *, shards: bool = Fa
     logger.info("%s: %d of %d linear layers compute in fp8", type(model).__name__, num_fp8, num_layers)
 
 
-class AutocastForward:
-    """A model's forward under autocast, with floating-point outputs cast back.
-
-    An instance attribute named `forward`, not a hook and not a wrapper module: it compiles with fullgraph, pickles and
-    deep-copies with the model, keeps the signature that others inspect, and `del model.forward` undoes it. A forward
-    that is on the instance already (of kernel libraries, or torch.compile's wrapper) is the one that runs.
-    """
+class AutocastForward(ReplacedForward):
+    """A model's forward under autocast, with floating-point outputs cast back."""
 
     def __init__(self, model: nn.Module, policy: PrecisionPolicy) -> None:
-        self.model = model
+        super().__init__(model)
         self.policy = policy
-        self.inner: Callable[..., Any] | None = model.__dict__.get("forward")
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._forward())
-
-    def _forward(self) -> Callable[..., Any]:
-        return self.inner or functools.partial(type(self.model).forward, self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own forward under autocast."""
         # Looked up on each call: with device_placement=False the user moves the model after prepare().
-        device_type = next((p.device.type for p in self.model.parameters()), "cpu")
+        device_type = next((p.device.type for p in self.module.parameters()), "cpu")
         given = (*args, *kwargs.values())
         if device_type == "meta" and not any(isinstance(value, torch.Tensor) and value.is_meta for value in given):
             # Weights are offloaded, and come to this machine's accelerator when they are needed.
             accelerator = torch.accelerator.current_accelerator(check_available=True)
             device_type = "cpu" if accelerator is None else accelerator.type
         with self.policy.autocast(device_type):
-            outputs = self._forward()(*args, **kwargs)
+            outputs = self.own(*args, **kwargs)
         return self.policy.cast_outputs(outputs)
 
 
@@ -343,12 +329,7 @@ def apply_autocast(model: nn.Module, policy: PrecisionPolicy) -> None:
 
 def remove_autocast(model: nn.Module) -> None:
     """Undo `apply_autocast`."""
-    autocast = model.__dict__.get("forward")
-    if isinstance(autocast, AutocastForward):
-        if autocast.inner is None:
-            del model.forward
-        else:
-            model.forward = autocast.inner
+    AutocastForward.remove_from(model)
 
 
 # --- frozen weights that bitsandbytes has quantised, to train adapters on --------------------------------------------

@@ -180,7 +180,7 @@ def test_class_names_state_and_signature_stay():
 
 def test_it_pickles():
     model = pickle.loads(pickle.dumps(bf16_model()))
-    assert model.forward.model is model
+    assert model.forward.module is model
     assert model(torch.ones(1, 4))[0].dtype == torch.float32
     assert model.seen == [torch.bfloat16]
 

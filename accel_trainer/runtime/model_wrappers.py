@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE, clear_forward_hooks
+
+
+class ReplacedForward:
+    """Base of what stands in a module's `forward` attribute for its own forward, whose signature it shows.
+
+    Not a hook and not a wrapper module: it compiles with fullgraph, pickles and deep-copies with the module. A forward
+    that is on the instance already (of kernel libraries, or torch.compile's wrapper) is the one that runs: `inner`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module: Any = module
+        self.inner: Callable[..., Any] | None = vars(module).get("forward")
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.own)
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The module's own forward."""
+        return self.inner or partial(type(self.module).forward, self.module)
+
+    @classmethod
+    def remove_from(cls, module: nn.Module) -> None:
+        """Give a module its own forward back, where an object of this class stands for it."""
+        replaced = vars(module).get("forward")
+        if isinstance(replaced, cls):
+            del module.forward
+            if replaced.inner is not None:
+                module.forward = replaced.inner
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:

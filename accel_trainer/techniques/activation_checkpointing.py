@@ -6,7 +6,6 @@ A policy is the text of `activation_checkpointing`: `full`, `selective`, `every:
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.runtime.model_wrappers import ReplacedForward
 from accel_trainer.runtime.torch_private import kept_results, operation_argument
 from accel_trainer.techniques.activation_offload import ActivationOffload
 
@@ -121,35 +121,24 @@ def _contexts_of(policy: str) -> Callable[[], Any] | None:
     return partial(create_selective_checkpoint_contexts, decide)
 
 
-class LayerForward:
-    """A layer's forward that keeps the configured activations. Lives in the module's `forward`.
-
-    A forward that somebody has put on the instance before is the one that runs.
-    """
+class LayerForward(ReplacedForward):
+    """A layer's forward that keeps the configured activations."""
 
     # Not torch's checkpoint_wrapper: names of parameters would carry its prefix, and the module would not pickle.
 
     def __init__(self, module: nn.Module, policy: str = "full", offload: ActivationOffload | None = None) -> None:
         """Take the policy of this layer, `off` for one that keeps everything; kept tensors go to `offload`."""
-        self.module = module
-        before = module.__dict__.get("forward")
-        self.inner: Callable[..., Any] | None = before.inner if isinstance(before, LayerForward) else before
+        LayerForward.remove_from(module)
+        super().__init__(module)
         self.recomputes = policy != "off"
         self.contexts = _contexts_of(policy)
         self.offload = offload
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._forward())
-
-    def _forward(self) -> Callable[..., Any]:
-        return self.inner or partial(type(self.module).forward, self.module)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward; without gradients, with nothing around it."""
         if not torch.is_grad_enabled():
-            return self._forward()(*args, **kwargs)
-        run = self._checkpointed if self.recomputes else self._forward()
+            return self.own(*args, **kwargs)
+        run = self._checkpointed if self.recomputes else self.own
         if self.offload is None:
             return run(*args, **kwargs)
         with self.offload.keeping(self.module):
@@ -173,7 +162,7 @@ class LayerForward:
             # What an earlier layer has cast of a weight that both have is cast again in the backward, which begins
             # without it, and torch goes by the number of each operation.
             torch.clear_autocast_cache()
-        return self._forward()(*args, **kwargs)
+        return self.own(*args, **kwargs)
 
 
 def _offloading(
@@ -223,8 +212,4 @@ def treat_layers(layers: Sequence[nn.Module], policy: str, offload: ActivationOf
 def release_layers(model: nn.Module) -> None:
     """Give the layers of a model their own forwards back."""
     for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, LayerForward):
-            del module.forward
-            if forward.inner is not None:
-                module.forward = forward.inner
+        LayerForward.remove_from(module)

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from accel_trainer.config import LossImplementation, Resolved
 from accel_trainer.errors import ConfigError, MissingExtraError
+from accel_trainer.runtime.model_wrappers import ReplacedForward
 
 _CHUNK_NUMEL = {"cpu": 2**25, "other": 2**27}
 """Logits of a chunk where no number of tokens is given: 256 tokens of 131,072 words on a CPU, 1,024 elsewhere.
@@ -253,6 +252,15 @@ def _cross_entropy(
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def cross_entropies(logits: Tensor, target: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return the cross entropies (N) of logits (N, V), of whose words each rank has a part, and their gradient (N, V).
+
+    Collective. A target that is no word makes its row NaN.
+    """
+    settings = LossSettings(LossImplementation.PLAIN, None)
+    return _Criterion(settings, (), -100, 0.0, group, wants_gradients=True).of_chunk(logits, target)
 
 
 def _compute_dtype(weight: Tensor) -> torch.dtype:
@@ -503,44 +511,34 @@ class ChunkedLoss:
                 logits.close()
 
 
-class _HeadForward:
-    """A head's forward, which may leave its logits for later. Lives in the module's `forward` attribute."""
+class _HeadForward(ReplacedForward):
+    """A head's forward, which may leave its logits for later."""
 
     def __init__(self, module: nn.Module, loss: ChunkedLoss) -> None:
-        self.module, self.loss = module, loss
-        self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
+        super().__init__(module)
+        self.loss = loss
 
     def __call__(self, hidden: Tensor, closing: _Closing | None = None) -> Any:
         if closing is not None:
-            module: Any = self.module
-            return closing.criterion.of_tensors(hidden, module.weight, module.bias, closing.target)
+            return closing.criterion.of_tensors(hidden, self.module.weight, self.module.bias, closing.target)
         deferred = self.loss.defer(self.module, hidden)
-        if deferred is not None:
-            return deferred
-        return (self.inner or partial(type(self.module).forward, self.module))(hidden)
+        return self.own(hidden) if deferred is None else deferred
 
 
-class _ModelForward:
-    """A model's forward, which makes its loss without logits. Lives in the model's `forward` attribute."""
+class _ModelForward(ReplacedForward):
+    """A model's forward, which makes its loss without logits."""
 
     def __init__(self, model: nn.Module, loss: ChunkedLoss) -> None:
-        self.model, self.loss = model, loss
-        self.inner: Callable[..., Any] | None = model.__dict__.get("forward")
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._forward())
-
-    def _forward(self) -> Callable[..., Any]:
-        return self.inner or partial(type(self.model).forward, self.model)
+        super().__init__(model)
+        self.loss = loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         skips_logits = kwargs.pop("skip_logits", False)  # of a Trainer's evaluation for which the loss is enough
-        forward = self._forward()
+        forward = self.own
         given = kwargs if not args else {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
         is_labelled = given.get("labels") is not None or given.get("shift_labels") is not None
         is_plain = self.loss.settings.implementation is LossImplementation.PLAIN
-        if is_plain or not is_labelled or not (self.model.training or skips_logits):
+        if is_plain or not is_labelled or not (self.module.training or skips_logits):
             return forward(*args, **kwargs)
         with self.loss.deferring():
             return forward(*args, **kwargs)

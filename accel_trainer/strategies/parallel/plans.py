@@ -133,7 +133,6 @@ def _declared_styles(model: nn.Module, origin: str, given: Mapping[str, str]) ->
 
 
 def _check_names(model_name: str, given: Iterable[str], names: Collection[str], origin: str) -> None:
-    """Refuse names of a user's plan that a model does not have."""
     if unmatched := [key for key in given if not _match({key: ""}, names)]:
         raise ConfigError(
             f"{origin}: tp_plan has {', '.join(map(repr, unmatched))}, and {model_name} has no such modules; name them "
@@ -170,7 +169,6 @@ def _own_dims(own: Mapping[str, nn.Parameter], given: Mapping[str, str | None]) 
 
 
 def _check_styles(name: str, found: Mapping[str, str], bare: Mapping[str, str], origin: str) -> None:
-    """Refuse styles that are not known, and those of bare parameters but of modules that compute with them."""
     owners = {where for where, style in found.items() if style in _WITH_OWN_PARAMETERS}
     unknown = sorted({*found.values(), *bare.values()} - STYLES.keys()) or [
         where
@@ -226,7 +224,6 @@ def plan_experts(model: nn.Module, size: int, ignored: Collection[nn.Module], or
 
 
 def _check_own_parameters(where: str, module: nn.Module, ignored: Collection[nn.Module], origin: str) -> None:
-    """Refuse experts whose parameters are in other modules, or stay as they are."""
     is_ignored = any(inner is module for each in ignored for inner in each.modules())
     inner = next((name for child in module.children() for name, _ in child.named_parameters()), None)
     if is_ignored or inner is not None:
@@ -258,7 +255,6 @@ def planned_model(model: Any) -> tuple[str, nn.Module]:
 
 
 def _check_adapters(modules: Mapping[str, nn.Module], origin: str) -> None:
-    """Refuse adapters that cannot follow the layers whose place they have taken."""
     for where, module in modules.items():
         variants: Mapping[str, Any] = getattr(module, "lora_variant", {})
         kind = f"{type(module).__module__}.{type(module).__name__}"
@@ -306,7 +302,6 @@ def _follow_tied(modules: Mapping[str, nn.Module], plan: dict[str, Style]) -> No
 
 
 def _check_tied(modules: Mapping[str, nn.Module], plan: Plan, origin: str) -> None:
-    """Refuse a weight that several modules have, where not all of them compute with it as it is sharded."""
     sharded = {
         id(parameter): (f"{where}.{name}", dim)
         for where, style in plan.items()
@@ -326,7 +321,6 @@ def _check_tied(modules: Mapping[str, nn.Module], plan: Plan, origin: str) -> No
 
 
 def _check_module(where: str, module: nn.Module, style: Style, size: int, is_ignored: bool, origin: str) -> None:
-    """Refuse a module whose parameters cannot be shared out over so many ranks."""
     _check_own_dims(where, module, style, size, is_ignored, origin)
     if style.dim is None:
         return
@@ -415,7 +409,6 @@ def _unnamed_neighbours(modules: Mapping[str, nn.Module], declared: Plan, plan: 
 
 
 def _is_trained(module: nn.Module) -> bool:
-    """Whether parameters of the module itself are trained."""
     return any(parameter is not None and parameter.requires_grad for parameter in own_parameters(module).values())
 
 

@@ -34,6 +34,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.model_wrappers import ReplacedForward
 from accel_trainer.runtime.torch_private import RingAttention, has_attention_kernels
 from accel_trainer.strategies.parallel.tensor_parallel import apply_collective, drops_out
 
@@ -270,7 +271,7 @@ def _attend_to_all(
     # Heads of keys that are fewer than ranks, or do not divide by them, are on several ranks.
     copies = math.lcm(own_heads, size) // own_heads
     copied = (given[0], *(x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in given[1:]))
-    whole = [_swap(x, 1, 2, group)[:, :, :length] for x in copied]
+    whole = [_swap(x, group)[:, :, :length] for x in copied]
     if options.get("position_ids") is not None:
         options["position_ids"] = sequence.positions
     groups = getattr(module, "num_key_value_groups", 1)
@@ -282,7 +283,7 @@ def _attend_to_all(
         if copies > 1:
             module.num_key_value_groups = groups
     attended = nn.functional.pad(attended, (0, 0, 0, 0, 0, -length % size))
-    return _swap(attended, 1, 2, group), None
+    return _swap(attended, group), None
 
 
 @torch.compiler.disable
@@ -360,12 +361,6 @@ def _within_documents(mask_function: Any, sequence: _Sequence) -> Any:
     return masking_utils.and_masks(masking_utils.packed_sequence_mask_function(sequence.documents), mask_function)
 
 
-def _swap(x: Tensor, shared: int, whole: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's share of one dimension, for all of another; backwards, the other way."""
-    there, back = partial(_exchange, shared=shared, whole=whole), partial(_exchange, shared=whole, whole=shared)
-    return apply_collective(x, group, there, back)
-
-
 def _exchange(x: Tensor, group: dist.ProcessGroup, shared: int, whole: int) -> Tensor:
     parts = torch.stack(x.detach().chunk(dist.get_world_size(group), shared))
     received = torch.empty_like(parts)
@@ -373,36 +368,37 @@ def _exchange(x: Tensor, group: dist.ProcessGroup, shared: int, whole: int) -> T
     return torch.cat(received.unbind(), whole)
 
 
+_swap = partial(
+    apply_collective, there=partial(_exchange, shared=1, whole=2), back=partial(_exchange, shared=2, whole=1)
+)
+"""This rank's share of the second dimension, for all of the third; backwards, the other way."""
+
+
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-class _SequenceForward:
-    """A language model's forward on this rank's slice of each sequence. Lives in the model's `forward` attribute."""
+class _SequenceForward(ReplacedForward):
+    """A language model's forward on this rank's slice of each sequence."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, comm_strategy: str | None) -> None:
-        self.model: Any = model
+        super().__init__(model)
         self.slices, self.size, self.rank = _Slices(mesh.get_group(), comm_strategy), mesh.size(), mesh.get_local_rank()
-        self.inner: Callable[..., Any] = model.__dict__.get("forward") or partial(type(model).forward, model)
         self.has_dropout = any(map(drops_out, model.modules()))
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
         skips_logits = given.pop("skip_logits", False)  # of a Trainer's evaluation for which the loss is enough
         keep = given.get("logits_to_keep", 0)
         if given.get("past_key_values") is not None or given.get("use_cache") or isinstance(keep, Tensor) or keep:
-            return self.inner(**given)
+            return self.own(**given)
         self._check(given)
-        as_tuple = not given.pop("return_dict", self.model.config.return_dict)
+        as_tuple = not given.pop("return_dict", self.module.config.return_dict)
         output = self._run(given, skips_logits)
         return output.to_tuple() if as_tuple else output
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse inputs of which it is not known where their tokens are."""
-        name = type(self.model).__name__
+        name = type(self.module).__name__
         known = {*_GIVEN, "num_items_in_batch"}
         others = [key for key, value in given.items() if isinstance(value, Tensor) and key not in known]
         if others:
@@ -410,7 +406,7 @@ class _SequenceForward:
                 f"{name} is given {', '.join(others)}, and sequence parallelism shares out "
                 f"{', '.join(sorted(_GIVEN))}; leave it out, or {_WAY_OUT}"
             )
-        if given.get("output_attentions") or self.model.config.output_attentions:
+        if given.get("output_attentions") or self.module.config.output_attentions:
             raise ConfigError(f"{name} is asked for attentions, which no rank has in full; set output_attentions=False")
 
     def _run(self, given: dict[str, Any], skips_logits: bool) -> Any:
@@ -423,7 +419,7 @@ class _SequenceForward:
         if shifted is None and labels is not None:
             shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         if self.slices.comm_strategy is not None:
-            _check_causal(type(self.model).__name__, sequence, given.get("attention_mask"), shifted)
+            _check_causal(type(self.module).__name__, sequence, given.get("attention_mask"), shifted)
         for name in ("input_ids", "inputs_embeds"):
             if given.get(name) is not None:
                 given[name] = self.slices.cut(given[name])
@@ -431,25 +427,25 @@ class _SequenceForward:
         if not sequence.is_masked:
             # Else transformers would look for packed sequences in the positions of a slice.
             given["attention_mask"] = words.new_ones(words.shape[:2], dtype=torch.bool)
-        loss, before = None, vars(self.model).get("_loss_function")
+        loss, before = None, vars(self.module).get("_loss_function")
         if shifted is not None:
-            loss = self.model.loss_function = _Loss(self.model.loss_function, shifted, num_items)
+            loss = self.module.loss_function = _Loss(self.module.loss_function, shifted, num_items)
             given["labels"] = self.slices.cut(shifted, fill=-100)
         token = _current.set(sequence)
         try:
             with self._own_random_numbers(words.device):
-                output = self.inner(**given, use_cache=False, return_dict=True, sharded_sequence=sequence)
+                output = self.own(**given, use_cache=False, return_dict=True, sharded_sequence=sequence)
         finally:
             _current.reset(token)
-            vars(self.model).pop("_loss_function", None)
+            vars(self.module).pop("_loss_function", None)
             if before is not None:
-                self.model.loss_function = before
+                self.module.loss_function = before
         return self._whole(output, loss, sequence.length, skips_logits)
 
     @contextmanager
     def _own_random_numbers(self, device: torch.device) -> Iterator[None]:
         """Draw others than the ranks that have the other slices; behind it, all draw the same again."""
-        if not (self.has_dropout and self.model.training):
+        if not (self.has_dropout and self.module.training):
             yield
             return
         seed = int(torch.randint(2**62, ()))  # of the CPU's stream, which is the same on all
@@ -475,7 +471,7 @@ class _SequenceForward:
         if loss is not None:
             if not loss.is_called:
                 raise ConfigError(
-                    f"{type(self.model).__name__} does not compute its loss by its loss_function, and that of a slice "
+                    f"{type(self.module).__name__} does not compute its loss by its loss_function, and that of a slice "
                     f"cannot be told from that of a sequence; take off what has replaced its forward, or {_WAY_OUT}"
                 )
             output["loss"] = self._sum(output["loss"])

@@ -12,7 +12,6 @@ Methods of Megatron-LM, arXiv 1909.08053, section 3, and GShard, arXiv 2006.1666
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
@@ -25,10 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.model_wrappers import ReplacedForward
 from accel_trainer.runtime.rng import OwnDraws
 from accel_trainer.runtime.torch_private import is_fake, own_parameters, version_of
 from accel_trainer.strategies.parallel.plans import STYLES, Plan, Style, planned_model, sharded_parameters
-from accel_trainer.techniques.chunked_loss import DeferredLogits
+from accel_trainer.techniques.chunked_loss import DeferredLogits, cross_entropies
 
 _Function = Callable[[Tensor, dist.ProcessGroup], Tensor]
 _MATRICES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -199,7 +199,6 @@ def _has_no_forward(module: nn.Module) -> bool:
 
 
 def _sharded_dims(model: nn.Module, plan: Plan) -> dict[int, int]:
-    """Return the dimension along which each parameter is sharded, by its id."""
     dims: dict[int, int] = {}
     for where, style in plan.items():
         dims |= {id(parameter): dim for _, parameter, dim in sharded_parameters(model.get_submodule(where), style)}
@@ -217,30 +216,26 @@ def _shard(parameter: nn.Parameter, dim: int | None, mesh: DeviceMesh) -> nn.Par
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 
-class ShardedForward:
-    """A module's forward on this rank's shards of its parameters. Lives in the module's `forward` attribute."""
+class ShardedForward(ReplacedForward):
+    """A module's forward on this rank's shards of its parameters."""
 
     def __init__(
         self, module: nn.Module, where: str, plan: Plan, mesh: DeviceMesh, shared: _SharedInputs | None = None
     ) -> None:
-        self.module, self.style, self.read = module, plan.get(where, Style()), _read(module, where, plan)
+        super().__init__(module)
+        self.style, self.read = plan.get(where, Style()), _read(module, where, plan)
         self.mesh, self.group, self.rank, self.shared = mesh, mesh.get_group(), mesh.get_local_rank(), shared
         self.joins = True
         """Whether shards of the output are joined, if the style says so."""
         self.where = where
         self.full_width = getattr(module, "in_features", None) if self.style == STYLES["rowwise"] else None
         """The number of inputs of a layer that takes this rank's shard of them."""
-        self.inner: Callable[..., Any] = module.__dict__.get("forward") or partial(type(module).forward, module)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output as the next one takes it. Collective, as its style says."""
         args, kwargs = self._take_inputs(args, kwargs)
         own = {"ids": self._look_up, "experts": self._ask_experts, "exchange": self._exchange_tokens}
-        call: Callable[..., Any] = own.get(self.style.takes, self.inner)
+        call: Callable[..., Any] = own.get(self.style.takes, self.own)
         read = [module for module in self.read if self._is_gathered(module)]
         held = [(registry, dict(registry)) for registry in map(own_parameters, (self.module, *read))]
         for registry, _ in held:
@@ -310,8 +305,7 @@ class ShardedForward:
         The index behind the last expert stands for none, as in transformers' own expert parallelism. Without an index
         there are as many tokens for each expert, in the order of the experts (Llama 4).
         """
-        module: Any = self.module
-        number = module.num_experts
+        number = self.module.num_experts
         own_number = number // dist.get_world_size(self.group)
         if top_k_index is None or top_k_weights is None:
             hidden_states = _copy(hidden_states, self.group)
@@ -321,7 +315,7 @@ class ShardedForward:
         own = top_k_index - own_number * self.rank
         is_own = (own >= 0) & (own < own_number)
         hidden_states, weights = (_copy(x, self.group) for x in (hidden_states, top_k_weights))
-        module._is_expert_parallel = True
+        self.module._is_expert_parallel = True
         return self._run_own_experts(
             own_number, hidden_states, own.masked_fill(~is_own, own_number), weights.masked_fill(~is_own, 0.0)
         )
@@ -329,8 +323,8 @@ class ShardedForward:
     @torch.compiler.disable
     def _exchange_tokens(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return all experts' outputs for this rank's (tokens, width), by the index (tokens, choices). Collective."""
-        module: Any = self.module
-        size, number, num_choices = dist.get_world_size(self.group), module.num_experts, top_k_index.shape[-1]
+        size, number = dist.get_world_size(self.group), self.module.num_experts
+        num_choices = top_k_index.shape[-1]
         chosen, order = top_k_index.flatten().sort(stable=True)
         bounds = torch.searchsorted(chosen, torch.arange(number + 1, device=chosen.device))
         sent = bounds.diff().view(size, number // size)
@@ -353,13 +347,11 @@ class ShardedForward:
         return (choices * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
     def _run_own_experts(self, own_number: int, *args: Tensor) -> Tensor:
-        """Return the outputs of this rank's experts, which count from 0."""
-        module: Any = self.module
-        number, module.num_experts = module.num_experts, own_number
+        number, self.module.num_experts = self.module.num_experts, own_number
         try:
-            output: Tensor = self.inner(*args)
+            output: Tensor = self.own(*args)
         finally:
-            module.num_experts = number
+            self.module.num_experts = number
         return output
 
     def _look_up(self, ids: Tensor) -> Tensor:
@@ -367,7 +359,7 @@ class ShardedForward:
 
         Those of ids beyond the vocabulary are NaN: torch stops there, but looking would wait for the device.
         """
-        module: Any = self.module
+        module = self.module
         num_rows = module.weight.shape[0]
         own, padding_idx = ids - num_rows * self.rank, module.padding_idx
         is_own = (own >= 0) & (own < num_rows)
@@ -375,7 +367,7 @@ class ShardedForward:
             padding_idx -= num_rows * self.rank
             module.padding_idx = padding_idx if 0 <= padding_idx < num_rows else None
         try:
-            vectors: Tensor = self.inner(own.clamp(0, num_rows - 1))
+            vectors: Tensor = self.own(own.clamp(0, num_rows - 1))
         finally:
             if padding_idx is not None:
                 module.padding_idx = padding_idx + num_rows * self.rank
@@ -426,26 +418,6 @@ def apply_collective(x: Tensor, group: dist.ProcessGroup, there: _Function, back
     return result
 
 
-def _copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the input of a layer whose matrix is sharded; backwards, the sum of the shards' gradients."""
-    return apply_collective(x, group, _same, _all_reduce)
-
-
-def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum of the outputs of a layer's shards; backwards, the gradient of the sum is that of each."""
-    return apply_collective(x, group, _all_reduce, _same)
-
-
-def _join(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return all shards of the last dimension; backwards, this rank's of the gradient, which is equal on all ranks."""
-    return apply_collective(x, group, _all_gather_last, _own_of_last)
-
-
-def _split(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's shard of the last dimension; backwards, all shards."""
-    return apply_collective(x, group, _own_of_last, _all_gather_last)
-
-
 def _same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.view_as(x)
 
@@ -474,9 +446,19 @@ def _own_of_last(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x.narrow(-1, dist.get_rank(group) * length, length).contiguous()
 
 
+_copy = partial(apply_collective, there=_same, back=_all_reduce)
+"""The input of a layer whose matrix is sharded; backwards, the sum of the shards' gradients."""
+_sum = partial(apply_collective, there=_all_reduce, back=_same)
+"""The sum of the outputs of a layer's shards; backwards, the gradient of the sum is that of each."""
+_join = partial(apply_collective, there=_all_gather_last, back=_own_of_last)
+"""All shards of the last dimension; backwards, this rank's of the gradient, which is equal on all ranks."""
+_split = partial(apply_collective, there=_own_of_last, back=_all_gather_last)
+"""This rank's shard of the last dimension; backwards, all shards."""
+
+
 # --- loss parallelism: the cross entropy of logits whose vocabulary is sharded ----------------------------------------
 #
-# Nobody gathers logits in training: ranks exchange two numbers for each token.
+# Nobody gathers logits in training: ranks exchange three numbers for each token.
 
 
 def _head(model: nn.Module) -> nn.Module | None:
@@ -507,33 +489,29 @@ def shard_loss(model: Any, mesh: DeviceMesh) -> None:
     inner.forward, inner.loss_function = sharded, sharded.loss
 
 
-class _ShardedLoss:
+class _ShardedLoss(ReplacedForward):
     """The forward of a causal language model whose logits stay sharded, a DTensor, where it makes a loss."""
 
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
+        super().__init__(model)
         head: Any = _head(model)
-        self.model, self.mesh = model, mesh
+        self.mesh = mesh
         forwards = (module.__dict__.get("forward") for module in head.modules())
         self.heads = [f for f in forwards if isinstance(f, ShardedForward) and f.style.gives == "join"]
         """The head, or what adapters have put in its place."""
         self.joins = True
         """Whether they join their shards."""
-        self.inner: Callable[..., Any] = model.__dict__.get("forward") or partial(type(model).forward, model)
         self.full_loss: Callable[..., Tensor] = model.loss_function
         self.shape: tuple[int, ...] = ()
         """Of the last sharded logits of which there was a loss."""
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.inner)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_given = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
-        if not (is_given and self.model.training and torch.is_grad_enabled()):
-            return self.inner(*args, **kwargs)
+        if not (is_given and self.module.training and torch.is_grad_enabled()):
+            return self.own(*args, **kwargs)
         self._set_joins(False)
         try:
-            output = self.inner(*args, **kwargs)
+            output = self.own(*args, **kwargs)
         finally:
             self._set_joins(True)
         # Where logits are in a tuple depends on the model: they are the first of their shape.
@@ -572,43 +550,24 @@ class _ShardedLoss:
             assert labels is not None
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.flatten().to(logits.device)
-        losses: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), targets, ignore_index, self.mesh)
-        num_items = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        is_label = targets != ignore_index
+        losses: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), targets, is_label, self.mesh.get_group())
+        num_items = is_label.sum() if num_items_in_batch is None else num_items_in_batch
         return losses.sum() / (num_items.to(losses.device) if isinstance(num_items, Tensor) else num_items)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross entropy of rows of logits, of which each rank has a shard of the vocabulary; 0 where nothing is to be said.
-
-    Two numbers for each row are added up over ranks. A target beyond the vocabulary makes its row NaN: torch stops
-    there, but looking would wait for the device.
-    """
+    """Cross entropy of rows of logits, of which each rank has a shard of the vocabulary; 0 for rows without a label."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, mesh: DeviceMesh) -> Tensor:
-        group, length = mesh.get_group(), logits.shape[-1]
-        shifted = logits.float()
-        largest = shifted.amax(-1, keepdim=True)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        shifted = shifted - largest
-        own = targets - length * mesh.get_local_rank()
-        is_own = (own >= 0) & (own < length)
-        own = own.masked_fill(~is_own, 0).unsqueeze(-1)
-        of_target = shifted.gather(-1, own).squeeze(-1).masked_fill(~is_own, 0.0)
-        probabilities = shifted.exp_()
-        sums = torch.stack([probabilities.sum(-1), of_target])
-        dist.all_reduce(sums, group=group)
-        probabilities.div_(sums[0].unsqueeze(-1))
-        is_label = targets != ignore_index
-        ctx.save_for_backward(probabilities, own, is_own, is_label)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, is_label: Tensor, group: dist.ProcessGroup) -> Tensor:
+        losses, of_logits = cross_entropies(logits, targets.masked_fill(~is_label, 0), group)
+        ctx.save_for_backward(of_logits, is_label)
         ctx.dtype = logits.dtype
-        is_beyond = (targets < 0) | (targets >= length * mesh.size())
-        return (sums[0].log() - sums[1]).masked_fill(is_beyond, float("nan")).masked_fill(~is_label, 0.0)
+        return losses.masked_fill(~is_label, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, own, is_own, is_label = ctx.saved_tensors
-        of_target = probabilities.gather(-1, own) - is_own.unsqueeze(-1).to(probabilities.dtype)
-        logits = probabilities.scatter(-1, own, of_target).mul_((gradient * is_label).unsqueeze(-1))
-        return logits.to(ctx.dtype), None, None, None
+        of_logits, is_label = ctx.saved_tensors
+        return (of_logits * (gradient * is_label).unsqueeze(-1)).to(ctx.dtype), None, None, None
