@@ -38,7 +38,6 @@ from accel_trainer.techniques.backward_updates import BackwardUpdates
 from accel_trainer.techniques.ema import AveragedWeights
 
 __all__ = [
-    "BaseStrategy",
     "Capabilities",
     "CheckpointIO",
     "HeldGradients",
@@ -60,8 +59,6 @@ class Capabilities:
 
     max_world_size: int | None = None
     """More processes than this would each train alone; None means no bound."""
-    deferred_sync: bool = True
-    """Whether `set_gradient_sync(False)` saves communication."""
     shards_parameters: bool = False
     """Whether a rank holds only its shard of each parameter; a forward is then collective, in evaluation too."""
     settable_accumulation: bool = True
@@ -378,7 +375,3 @@ class Strategy(Protocol):
         Raises:
             ConfigError: `check` refuses the job; before any collective.
         """
-
-
-class BaseStrategy(Strategy):
-    """Base of the engines of the package, with the defaults of `Strategy`."""

@@ -57,9 +57,7 @@ def _saved_buffers(model: nn.Module) -> list[torch.Tensor]:
 def share_buffers_in_evaluation(called: nn.Module, model: nn.Module, device: torch.device) -> None:
     """Have all ranks evaluate with rank 0's saved buffers, if a model has any, where the engine does not see to it.
 
-    Args:
-        called: the module that the loop calls.
-        model: with the buffers. Its first forward in evaluation mode after training is collective.
+    The first forward of `called`, which the loop calls, in evaluation mode after training is collective then.
     """
     # Statistics of a batch norm are each rank's own since its last forward of training, and rank 0's are saved. DDP
     # sends them before every forward; an evaluation without that would be of another model on each rank.

@@ -87,8 +87,6 @@ class CommHook:
 
     def register(self, model: DistributedDataParallel) -> None:
         """Have `model` send its gradients by this hook; on every rank alike, once."""
-        if self.hook == DDPCommunicationHookType.NO:
-            return
         hook = _HOOKS[self.hook]
         if self.wrapper != DDPCommunicationHookType.NO:
             hook = _WRAPPERS[self.wrapper](hook)

@@ -26,9 +26,9 @@ from accel_trainer.runtime.torch_private import (
     regroup_replicas,
 )
 from accel_trainer.runtime.whereabouts import section
-from accel_trainer.strategies.api import BaseStrategy, Capabilities, CheckpointIO, StepOutcome, TrainJob
+from accel_trainer.strategies.api import Capabilities, CheckpointIO, StepOutcome, Strategy, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states
-from accel_trainer.strategies.gradients import LossScale, has_any, leaves_of
+from accel_trainer.strategies.gradients import has_any, leaves_of
 from accel_trainer.strategies.layers import select_layers
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.optimizers import check_frozen
@@ -39,11 +39,9 @@ from accel_trainer.strategies.single import NativeUnit, check_optimizers, prepar
 class DDPUnit(NativeUnit):
     """A module replicated over the ranks."""
 
-    def __init__(
-        self, model: nn.Module, module: nn.Module, loss_scale: LossScale | None = None, *, updates_locally: bool = False
-    ) -> None:
-        """Take a wrapped model, or one whose gradients nobody averages; `updates_locally`: it has `local_steps`."""
-        super().__init__(model, module, loss_scale)
+    def __init__(self, model: nn.Module, module: nn.Module, job: TrainJob) -> None:
+        """Take a wrapped model, or one whose gradients nobody averages."""
+        super().__init__(model, module, job.loss_scale)
         self._replicas = model if isinstance(model, DistributedDataParallel) else None
         self.keeps_buffers_apart = self._replicas is not None and not self._replicas.broadcast_buffers
         # A static graph is learnt in the first backward, which fails where it does not exchange. The mean of gradients
@@ -53,11 +51,11 @@ class DDPUnit(NativeUnit):
         self._hooks: list[RemovableHandle] = []
         self._kept: list[tuple[Tensor, Tensor]] = []
         """Buffers, and their values at the beginning of the update."""
-        self._updates_locally, self._has_comm_hook = updates_locally, False
+        self._updates_locally, self._has_comm_hook = job.config.local_steps is not None, job.comm_hook is not None
         self._frozen = () if self._replicas is None else tuple(p for p in module.parameters() if not p.requires_grad)
         """Parameters that DDP averages no gradients of."""
         if self._replicas is not None:
-            self.local_replicas = LocalReplicas(self._replicas, self.optimizers, is_asked_for=updates_locally)
+            self.local_replicas = LocalReplicas(self._replicas, self.optimizers, is_asked_for=self._updates_locally)
             _outlive_reducer(self._replicas)
             self._hooks = [self._replicas.register_forward_pre_hook(_note_call), *self._watch_gradients()]
 
@@ -176,10 +174,9 @@ class DDPUnit(NativeUnit):
         return super().step(closure, optimizer=optimizer)
 
     def _require_exchange(self, replicas: DistributedDataParallel) -> None:
-        """Refuse an update by gradients that DDP has not exchanged, because it waits for others."""
+        # It would be applied to unlike replicas, and the next forward, if there is one, would raise torch's error.
         if not is_exchange_open(replicas):
             return
-        # It would be applied to unlike replicas, and the next forward, if there is one, would raise torch's error.
         named = [(name, p) for name, p in self.module.named_parameters() if p not in self._frozen]
         missing = [name for name, p in named if p.grad is None or not p.requires_grad]
         which = f"{len(missing)} of the {len(named)} trained parameters ({missing[0]!r} for one)" if missing else "some"
@@ -264,7 +261,7 @@ def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
     return options
 
 
-class DDPStrategy(BaseStrategy):
+class DDPStrategy(Strategy):
     """Replicas with averaged gradients, on any device."""
 
     name: ClassVar[str] = "ddp"
@@ -300,10 +297,7 @@ class DDPStrategy(BaseStrategy):
         elif not is_wrapped and process.is_distributed:
             # What DDP does when it wraps: ranks that built the model from other seeds would evaluate other models.
             broadcast_module_states(module, process.device)
-        updates_locally = job.config.local_steps is not None
-        unit = DDPUnit(model, module, job.loss_scale, updates_locally=updates_locally)
-        unit._has_comm_hook = job.comm_hook is not None
-        return unit.with_optimizers(job)
+        return DDPUnit(model, module, job).with_optimizers(job)
 
 
 def _outlive_reducer(model: DistributedDataParallel) -> None:

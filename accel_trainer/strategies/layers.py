@@ -46,7 +46,6 @@ def select_layers(job: TrainJob, units: Sequence[nn.Module] | None = None) -> li
 
 
 def _check_frozen(model: nn.Module, asked: str, hint: str) -> None:
-    """Refuse a model that is trained: it has no layers."""
     if any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"{asked} {type(model).__name__} is a unit of its own whose activations could be treated by themselves; "
@@ -55,7 +54,6 @@ def _check_frozen(model: nn.Module, asked: str, hint: str) -> None:
 
 
 def _check_recomputes_not(model: nn.Module, asked: str) -> None:
-    """Refuse a model of transformers whose own method has been called."""
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ConfigError(
             f"{asked}: {type(model).__name__} computes its layers again by itself already (gradient_checkpointing="
@@ -77,11 +75,7 @@ def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def treat_activations(job: TrainJob, layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Have layers keep the configured activations for the backward. Before a module is compiled, sharded or wrapped.
-
-    Args:
-        device: this rank's, on which they compute.
-    """
+    """Have layers keep the configured activations for the backward. Before a module is compiled, sharded or wrapped."""
     release_layers(job.model)  # those that an earlier prepare() has treated
     offload = ActivationOffload(device) if job.config.activation_offload else None
     treat_layers(layers, job.config.recomputation, offload)

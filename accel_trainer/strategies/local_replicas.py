@@ -20,6 +20,7 @@ from torch.optim import SGD, Optimizer
 from accel_trainer.config import OuterOptimizerConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.broadcast_values import broadcast_tensors, buckets_of, split_like
+from accel_trainer.strategies.optimizers import parameters_of
 
 
 class OuterOptimizer:
@@ -255,7 +256,7 @@ class LocalReplicas:
 
     def _unite(self, optimizer: Optimizer) -> None:
         """Make the state of an optimizer alike: that of its parameters, what it keeps beside, and what groups learn."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         held = [*(optimizer.state[parameter] for parameter in parameters), optimizer.state, *optimizer.param_groups]
         # All ranks go through the same list in the same order: what follows are collectives.
         entries = [_entry(each) for each in held]

@@ -63,8 +63,31 @@ def check_frozen(model: nn.Module, frozen: Sequence[nn.Parameter], why: str) -> 
         )
 
 
+class _OfReal:
+    """An attribute of a placeholder's real optimizer; its own until there is one."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    # Asked anew each time: an optimizer that loads a state has other groups afterwards.
+    def __get__(self, placeholder: Any, owner: type | None = None) -> Any:
+        if placeholder is None:
+            return self
+        own = vars(placeholder)
+        return own[self._name] if placeholder.real is None else getattr(placeholder.real, self._name)
+
+    def __set__(self, placeholder: Any, value: Any) -> None:
+        if placeholder.real is None:
+            vars(placeholder)[self._name] = value
+        else:
+            setattr(placeholder.real, self._name, value)
+
+
 class OptimizerPlaceholder(Optimizer):
     """Holds parameters (`given`) and `numbers` for the engine's optimizer, which it shows once it is built (`real`)."""
+
+    param_groups: Any = _OfReal()
+    state: Any = _OfReal()
 
     def __init__(
         self, param_groups: Iterable[dict[str, Any]], given: Iterable[Any], numbers: Mapping[str, Any]
@@ -73,31 +96,6 @@ class OptimizerPlaceholder(Optimizer):
         super().__init__(list(param_groups), {})
         self.given = list(given)
         self.numbers = dict(numbers)
-
-    # Asked anew each time: an optimizer that loads a state has other groups afterwards.
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the engine's optimizer, once it is built."""
-        return self._groups if self.real is None else self.real.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
-        if self.real is None:
-            self._groups = param_groups
-        else:
-            self.real.param_groups = param_groups
-
-    @property
-    def state(self) -> Any:
-        """State of the engine's optimizer, once it is built."""
-        return self._state if self.real is None else self.real.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if self.real is None:
-            self._state = state
-        else:
-            self.real.state = state
 
     def adopt(self, real: Optimizer) -> None:
         """Show the groups and the state of the engine's optimizer from now on."""

@@ -59,11 +59,7 @@ def refuse_copies(model: nn.Module) -> None:
 
 
 def refuse_second_backward(model: nn.Module, why: str, is_foreign: Callable[[], bool] | None = None) -> RemovableHandle:
-    """Refuse a backward that is to be differentiated itself (`create_graph=True`); `why` its graph is of no use.
-
-    Args:
-        is_foreign: called in each backward; whether its engine has not begun it, and would fail in it.
-    """
+    """Refuse a backward with `create_graph=True`: `why`; or one that an engine has not begun, and would fail in."""
 
     def refuse(gradient: Tensor) -> None:
         if is_foreign is not None and is_foreign():

@@ -20,11 +20,11 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies import gradients
 from accel_trainer.strategies.api import (
-    BaseStrategy,
     Capabilities,
     CheckpointIO,
     HeldGradients,
     StepOutcome,
+    Strategy,
     TrainJob,
     TrainUnit,
 )
@@ -97,11 +97,7 @@ def make_contiguous(model: nn.Module, engine: str) -> None:
 
 
 def refuse_shared_memory(model: nn.Module, engine: str) -> None:
-    """Refuse trained parameters that share memory without being one, as views do: `engine` would part them.
-
-    Raises:
-        ConfigError: two overlap, in the order of rows or another.
-    """
+    """Refuse trained parameters that share memory without being one, as views do: `engine` would part them."""
     by_memory: dict[int, list[tuple[Any, Any, str, nn.Parameter]]] = {}
     for name, p in model.named_parameters():
         # Other kinds of tensors, quantized ones and shards for instance, have no memory of their own to ask for.
@@ -300,7 +296,7 @@ class NativeUnit(TrainUnit):
         return sum(gradient.nbytes for gradient in gradients.gradients_of(self.module.parameters()))
 
 
-class SingleStrategy(BaseStrategy):
+class SingleStrategy(Strategy):
     """One process with the full model."""
 
     name: ClassVar[str] = "single"

@@ -24,7 +24,7 @@ from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floati
 from accel_trainer.runtime.availability import is_transformers_available
 from accel_trainer.runtime.model_wrappers import is_compiled_module
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
+from accel_trainer.strategies.api import Capabilities, Strategy, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states, share_buffers_in_evaluation
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.layers import select_layers, treat_activations
@@ -118,12 +118,11 @@ def _build_in_pieces(config: EngineConfig) -> _PiecewiseBuilding | None:
     return building
 
 
-class DeepSpeedStrategy(BaseStrategy):
+class DeepSpeedStrategy(Strategy):
     """Shards optimizer state (ZeRO-1), gradients too (2), parameters too (3), with offload to CPU memory or disk."""
 
     name: ClassVar[str] = "deepspeed"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        deferred_sync=False,
         shards_parameters=True,
         settable_accumulation=False,
         joint_optimizers=False,
@@ -374,7 +373,6 @@ def resolve_arguments(
 
 
 def _check_groups(job: TrainJob) -> None:
-    """Refuse a group without parameters: the engine drops it, and the optimizer's scheduler would no longer fit."""
     for optimizer in job.optimizers:
         empty = [index for index, group in enumerate(optimizer.param_groups) if not group["params"]]
         if empty:
@@ -386,7 +384,6 @@ def _check_groups(job: TrainJob) -> None:
 
 
 def _check_parameters(job: TrainJob, config: EngineConfig) -> None:
-    """Refuse parameters that the engine would cast, and under ZeRO-3 those that it fails for without a word of why."""
     kind = type(job.model).__name__
     for name, parameter in job.model.named_parameters():
         if job.optimizers and (parameter.is_complex() or parameter.dtype == torch.float64):
@@ -407,7 +404,6 @@ def _check_parameters(job: TrainJob, config: EngineConfig) -> None:
 
 
 def _check_compiled(job: TrainJob) -> None:
-    """Refuse wrappers of torch.compile: ZeRO-3 marks the modules whose parameters it gathers, and fails in one."""
     for name, module in job.model.named_modules():
         if is_compiled_module(module):
             raise ConfigError(
@@ -417,7 +413,6 @@ def _check_compiled(job: TrainJob) -> None:
 
 
 def _check_leaf_classes(job: TrainJob, config: EngineConfig) -> None:
-    """Refuse names of classes that the trained model has none of: the engine would only warn, and then hang."""
     wanted = config.leaf_classes if config.stage == 3 and job.optimizers else ()
     kinds = {type(module) for module in job.model.modules()}
     known = {name for kind in kinds for name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")}
@@ -431,7 +426,6 @@ def _check_leaf_classes(job: TrainJob, config: EngineConfig) -> None:
 
 
 def _group_names(model: nn.Module, optimizer: Optimizer | None) -> list[list[str]]:
-    """Return the names of the parameters of each group."""
     names = {id(parameter): uncompiled_name(name) for name, parameter in model.named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in (optimizer.param_groups if optimizer else ())]
 

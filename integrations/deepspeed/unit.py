@@ -109,15 +109,6 @@ def _note_gradients(module: nn.Module, used: set[int]) -> Iterator[RemovableHand
             yield parameter.register_post_accumulate_grad_hook(lambda p: used.add(id(p)))
 
 
-def _is_leaf(parameter: Any) -> bool:
-    """Whether a parameter is in a layer whose parameters ZeRO-3 treats together: those unused get zeros."""
-    return hasattr(parameter, "ds_z3_leaf_module")
-
-
-def _persists(parameter: Any) -> bool:
-    return bool(getattr(parameter, "ds_persist", False))
-
-
 class EvaluationUnit(NativeUnit):
     """A model for evaluation at a stage of ZeRO that does not shard parameters; there is no engine."""
 
@@ -334,7 +325,9 @@ class DeepSpeedUnit(TrainUnit):
         if self._has_shards:
             coordinator = zero.parameter_offload.get_param_coordinator()
             # Parameters that are never taken apart are not gathered; experts of one layer are gathered together.
-            names = {id(m): name for name, m in self.module.named_modules() if not all(map(_persists, m.parameters()))}
+            is_kept = {id(p) for p in self.module.parameters() if getattr(p, "ds_persist", False)}
+            named = self.module.named_modules()
+            names = {id(m): name for name, m in named if any(id(p) not in is_kept for p in m.parameters())}
             fetch = coordinator.fetch_sub_module
 
             @torch.compiler.disable
@@ -359,7 +352,8 @@ class DeepSpeedUnit(TrainUnit):
         self._used |= self._arrived
         # ZeRO-1 reduces once, at the end of a window.
         has = self._arrived if self._engine.zero_optimization_partition_gradients() else self._used
-        missing = [] if self._trained <= has else [n for n, p, _ in self._seen if id(p) not in has and not _is_leaf(p)]
+        # ZeRO-3 gives zeros to parameters of layers that it treats together.
+        missing = [n for n, p, _ in self._seen if not (id(p) in has or hasattr(p, "ds_z3_leaf_module"))]
         if self._engine.zero_optimization_partition_gradients() or self._engine.is_gradient_accumulation_boundary():
             order.note_reduction(missing)
         self._arrived.clear()
@@ -415,7 +409,6 @@ class DeepSpeedUnit(TrainUnit):
         self._note_values()
 
     def _note_values(self) -> None:
-        """Take the parameters' values for those that the engine has."""
         self._seen = [(name, parameter, version_of(parameter)) for name, parameter, _ in self._seen]
 
     @contextmanager

@@ -17,7 +17,7 @@ from accel_trainer.launch.config_file import default_config_path
 from accel_trainer.launch.job import UNBOUND, Job, plan_job, read_options, run_job
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.cores import usable_cores
-from accel_trainer.strategies.api import BaseStrategy
+from accel_trainer.strategies.api import Strategy
 
 
 @pytest.fixture
@@ -356,4 +356,4 @@ def test_a_module_that_does_not_exist_starts_none(tmp_path: Path, monkeypatch: p
 def test_what_the_launcher_knows_without_torch_is_what_the_strategies_say(strategy: str) -> None:
     loaded = load_strategy(strategy)
     assert loaded.capabilities.max_world_size is None
-    assert type(loaded).check_config is BaseStrategy.check_config  # and has nothing to check
+    assert type(loaded).check_config is Strategy.check_config  # and has nothing to check

@@ -13,7 +13,7 @@ from accel_trainer.config import resolve
 from accel_trainer.errors import ConfigError
 from accel_trainer.precision import build_precision
 from accel_trainer.runtime.process import init_process
-from accel_trainer.strategies.api import BaseStrategy, TrainJob, TrainUnit
+from accel_trainer.strategies.api import Strategy, TrainJob, TrainUnit
 from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.single import NativeUnit, SingleStrategy
 from accel_trainer.tree import leaves
@@ -70,7 +70,7 @@ def test_an_engine_of_ones_own_inherits_what_it_does_not_need():
         def __init__(self, model: nn.Module) -> None:
             self.model = self.module = model
 
-    class Strategy(BaseStrategy):
+    class OwnStrategy(Strategy):
         pass
 
     model = Net()
@@ -78,11 +78,11 @@ def test_an_engine_of_ones_own_inherits_what_it_does_not_need():
     unit.set_gradient_sync(False)
     unit.unscale_gradients()
     unit.release()
-    with unit.sync_in_backward(), Strategy().building(in_pieces=True):
+    with unit.sync_in_backward(), OwnStrategy().building(in_pieces=True):
         assert unit.known_parameters() == {id(p): p for p in model.parameters()}
     assert (unit.held_gradients(), unit.take_scheduler(), unit.local_bytes(in_window=True)) == (None, None, 0)
     resolved = resolve(environ={})
-    assert Strategy().start(resolved, init_process({}, use_cpu=True)) is resolved
+    assert OwnStrategy().start(resolved, init_process({}, use_cpu=True)) is resolved
 
 
 def test_the_unit_holds_the_users_own_objects():

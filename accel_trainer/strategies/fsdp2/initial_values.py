@@ -86,23 +86,19 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
     error = _model_mismatch(kind, process.rank, own, main)
     error = error or _device_mismatch(kind, process.rank, own, main, may_await)
     gather_or_raise(process, f"comparison of {kind} over the ranks", error)
-    found = [(_differs(own[name], fact), own[name].is_meta and not fact.is_meta) for name, fact in main.items()]
+    # 1 where a rank's values differ from rank 0's, 2 where it has none.
+    found = [(own[name] != fact) * (1 + own[name].is_meta) for name, fact in main.items()]
     flags = torch.tensor(found, dtype=torch.int32, device=process.device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     marks = dict(zip(main, flags.tolist(), strict=True))
     return Values(
-        differing=[name for name, (differs, is_awaited) in marks.items() if differs and not is_awaited],
-        awaited=[name for name, (_, is_awaited) in marks.items() if is_awaited],
+        differing=[name for name, mark in marks.items() if mark == 1],
+        awaited=[name for name, mark in marks.items() if mark == 2],
         empty=[name for name, fact in main.items() if fact.is_meta],
     )
 
 
-def _differs(own: _Fact, main: _Fact) -> bool:
-    return not own.is_meta and own.fingerprint != main.fingerprint
-
-
 def _model_mismatch(kind: str, rank: int, own: Mapping[str, _Fact], main: Mapping[str, _Fact]) -> ConfigError | None:
-    """Return the error of a rank whose model has other tensors than rank 0's."""
     for name in {**main, **own}:
         if main.get(name, ())[:2] != own.get(name, ())[:2]:
             return ConfigError(
@@ -115,7 +111,6 @@ def _model_mismatch(kind: str, rank: int, own: Mapping[str, _Fact], main: Mappin
 def _device_mismatch(
     kind: str, rank: int, own: Mapping[str, _Fact], main: Mapping[str, _Fact], may_await: bool
 ) -> ConfigError | None:
-    """Return the error of a rank that has values where rank 0 has none, or the other way round."""
     extra = next((name for name in own if main[name].is_meta and not own[name].is_meta), None)
     lacking = None if may_await else next((name for name in own if own[name].is_meta and not main[name].is_meta), None)
     name, meta_rank, other_rank = (lacking, rank, 0) if extra is None else (extra, 0, rank)

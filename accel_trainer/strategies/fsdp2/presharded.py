@@ -29,7 +29,7 @@ from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.model_wrappers import find_sharded_at_load
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import flatten_mesh
-from accel_trainer.strategies.api import BaseStrategy, Capabilities, StepOutcome, Strategy, TrainJob
+from accel_trainer.strategies.api import Capabilities, StepOutcome, Strategy, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_tensors, share_buffers_in_evaluation
 from accel_trainer.strategies.ddp import DDPStrategy
 from accel_trainer.strategies.fsdp2.strategy import check_output_is_seen, gather_in_generate, reshard_after_inference
@@ -63,11 +63,7 @@ def choose_strategy(models: Iterable[Any], resolved: Resolved, current: Strategy
 
 
 def check_alone(sharded: nn.Module, resolved: Resolved) -> None:
-    """Refuse options that shard, or exchange gradients otherwise, beside a model that is sharded already.
-
-    Raises:
-        ConfigError: there are any.
-    """
+    """Refuse options that shard, or exchange gradients otherwise, beside a model that is sharded already."""
     config = resolved.config
     facts = Capabilities() if config.strategy == "auto" else load_strategy(config.strategy).capabilities
     asked = [resolved.describe("strategy")] if facts.shards_parameters or facts.builds_engine else []
@@ -142,18 +138,14 @@ def _lay_out_gradient(parameter: Tensor) -> None:
         parameter.grad = own.redistribute(placements=parameter.placements)
 
 
-class PreshardedStrategy(BaseStrategy):
+class PreshardedStrategy(Strategy):
     """Takes models as transformers has sharded them, and others beside them as replicas."""
 
     name: ClassVar[str] = "presharded"
     capabilities: ClassVar[Capabilities] = Capabilities(shards_parameters=True, distributed_type="FSDP")
 
     def __init__(self, sharded: Any) -> None:
-        """Take the layout of a sharded model.
-
-        Raises:
-            ConfigError: it has a layout that is not trained here.
-        """
+        """Take the layout of a sharded model; a ConfigError for one with pipelines."""
         config = sharded.config.distributed_config
         self.sizes = AxisSizes(dp_replicate=config.dp_replicate_size, dp_shard=config.fsdp_size, tp=config.tp_size)
         names = ("dp_replicate_size", "fsdp_size", "tp_size", "ep_size", "pp_size")

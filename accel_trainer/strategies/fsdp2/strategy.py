@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import wraps
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.shards import local_tensor
+from accel_trainer.checkpoint.weights.into_model import names_by_tensor
 from accel_trainer.checkpoint.weights.weight_files import USERS_CLASS
 from accel_trainer.config import CompileConfig, FSDPConfig, LossImplementation, Resolved
 from accel_trainer.errors import ConfigError
@@ -32,7 +33,7 @@ from accel_trainer.runtime.process import ProcessContext, form_group
 from accel_trainer.runtime.shared_order import SharedOrder
 from accel_trainer.runtime.torch_private import has_hooks, leaves_seen_by_fsdp
 from accel_trainer.runtime.transport import backend_takes_cpu
-from accel_trainer.strategies.api import BaseStrategy, Capabilities, TrainJob
+from accel_trainer.strategies.api import Capabilities, Strategy, TrainJob
 from accel_trainer.strategies.broadcast_values import share_buffers_in_evaluation
 from accel_trainer.strategies.compile import apply_compile, repeated_blocks
 from accel_trainer.strategies.fsdp2.initial_values import (
@@ -84,14 +85,6 @@ def _upcast_trainable(model: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.float32)
 
 
-def _tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the groups of names that share one parameter."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
-
-
 def _own_attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the attributes that a user has given parameters; other classes have attributes of the class's making."""
     given = {name: vars(p) for name, p in model.named_parameters() if type(p) is nn.Parameter}
@@ -103,7 +96,7 @@ def _give_attributes(model: nn.Module, attributes: dict[str, dict[str, Any]]) ->
         vars(parameter).update(attributes.get(name, {}))
 
 
-def _check_tied(model: nn.Module, groups: list[list[str]]) -> None:
+def _check_tied(model: nn.Module, groups: Iterable[list[str]]) -> None:
     named = dict(model.named_parameters(remove_duplicate=False))
     for names in groups:
         if len({id(named[name]) for name in names}) != 1:
@@ -170,7 +163,7 @@ def check_output_is_seen(module: nn.Module, args: Any, output: Any) -> None:
             )
 
 
-class FSDP2Strategy(BaseStrategy):
+class FSDP2Strategy(Strategy):
     """Shards parameters, gradients and optimizer state."""
 
     name: ClassVar[str] = "fsdp2"
@@ -219,7 +212,7 @@ class FSDP2Strategy(BaseStrategy):
             warn_of_one_unit(model, selection.layers, job.resolved)
         # fully_shard takes memory that is in the order of rows only; it would refuse in the middle of the model.
         make_contiguous(model, "FSDP2")
-        tied = _tied_names(model)
+        names_by_parameter = names_by_tensor(dict(model.named_parameters(remove_duplicate=False)))
         # Weak: an optimizer that is bound later keeps alive the parameters it holds, and no others are needed.
         originals = [(name, weakref.ref(p)) for name, p in model.named_parameters() if p not in selection.unsharded]
         # By which a loop may choose the groups of an optimizer that it builds afterwards.
@@ -250,7 +243,7 @@ class FSDP2Strategy(BaseStrategy):
         shard_device = torch.device("cpu") if config.offload_params else process.device
         fill_sharded_model(model, values, awaited, process.device, shard_device)
         # Looked at afterwards: which modules share a unit is only known once torch has made them.
-        _check_tied(model, tied)
+        _check_tied(model, names_by_parameter.values())
         _give_attributes(model, attributes)
         exchange_full_state(model, process)
         share_buffers_in_evaluation(model, model, process.device)

@@ -27,7 +27,7 @@ from accel_trainer.runtime.shared_order import SharedOrder
 from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback, watch_units
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients
-from accel_trainer.strategies.gradients import LossScale
+from accel_trainer.strategies.gradients import LossScale, num_shards
 from accel_trainer.strategies.optimizers import check_kind, parameters_of
 from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
 from accel_trainer.strategies.parameter_state.torch_io import TensorShards, TorchCheckpointIO
@@ -137,7 +137,7 @@ class FSDP2Unit(NativeUnit):
         check_optimizer_can_shard(
             optimizer,
             in_parts=any(map(_is_in_parts, parameters)),
-            num_shards=max(map(_num_shards, parameters), default=1),
+            num_shards=max(map(num_shards, parameters), default=1),
         )
         # fully_shard has replaced every Parameter object. An optimizer that was built before goes on updating the
         # unsharded ones, which no forward reads, without any error: it is pointed to the shards by name.
@@ -365,13 +365,6 @@ def _groups_of_readers(mesh: DeviceMesh | None) -> list[dist.ProcessGroup | None
     if mesh is None or _PARTS.isdisjoint(names):
         return [None]
     return [mesh.get_group(name) for name in names if name not in _PARTS]
-
-
-def _num_shards(parameter: Tensor) -> int:
-    if not isinstance(parameter, DTensor):
-        return 1
-    axes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return math.prod(size for size, placement in axes if placement.is_shard())
 
 
 def _is_in_parts(parameter: Tensor) -> bool:

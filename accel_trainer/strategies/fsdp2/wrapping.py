@@ -105,7 +105,6 @@ def _with_plans(selection: Selection, job: TrainJob, process: ProcessContext) ->
 
 
 def _check_combination(job: TrainJob, unsharded: Set[nn.Parameter]) -> None:
-    """Refuse options that exclude each other, before anything is changed."""
     name = type(job.model).__name__
     if unsharded and job.loss_scale is not None:
         raise ConfigError(
@@ -139,7 +138,6 @@ def _check_trained_dtypes(model: nn.Module, blocks: Sequence[nn.Module], unshard
 
 
 def _blocks_by_class(model: nn.Module, class_names: Iterable[str], origin: str) -> list[nn.Module]:
-    """Return the submodules of the named classes."""
     present = {type(module).__name__ for module in model.modules()}
     for name in class_names:
         if name not in present:
@@ -236,21 +234,17 @@ def find_outer_units(model: nn.Module, layers: Sequence[nn.Module], unsharded: S
     if head is None and not type(model).__module__.startswith("transformers."):
         embedding = None  # a model of somebody else may multiply by its weight
     inner = {id(module) for layer in layers for module in layer.modules()}
-    large = [*filter(_is_large_embedding, [embedding]), *filter(_is_large_head, [head])]
+    large: list[Any] = [*filter(_is_large, [embedding, head])]
     found = drop_tied_blocks(model, [m for m in large if id(m) not in inner and m.weight not in unsharded])
     body = _body(model, head, layers) if head in found else None
     return OuterUnits(embedding if embedding in found else None, head if body else None, body)
 
 
-def _is_large_embedding(module: Any) -> bool:
-    is_plain = type(module) is nn.Embedding and module.max_norm is None  # which changes the weight in a forward
-    return is_plain and module.weight.numel() >= _MIN_OUTER_NUMEL
-
-
-def _is_large_head(module: Any) -> bool:
-    # With a bias torch returns a view, on which FSDP2's hooks are lost by an operation in place.
-    is_plain = type(module) is nn.Linear and module.bias is None
-    return is_plain and module.weight.numel() >= _MIN_OUTER_NUMEL
+def _is_large(module: Any) -> bool:
+    # An embedding's max_norm changes the weight in a forward. With a bias a head returns a view, on which FSDP2's hooks
+    # are lost by an operation in place.
+    changes = getattr(module, "max_norm", None) is not None or getattr(module, "bias", None) is not None
+    return type(module) in (nn.Embedding, nn.Linear) and not changes and module.weight.numel() >= _MIN_OUTER_NUMEL
 
 
 def _body(model: nn.Module, head: nn.Module, layers: Sequence[nn.Module]) -> nn.Module | None:

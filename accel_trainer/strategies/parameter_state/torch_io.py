@@ -32,6 +32,7 @@ from accel_trainer.runtime.process import current_process
 from accel_trainer.runtime.tensor_trees import is_tensor
 from accel_trainer.runtime.transport import as_sendable_dtype, to_sendable
 from accel_trainer.strategies.local_replicas import LocalReplicas
+from accel_trainer.strategies.optimizers import parameters_of
 from accel_trainer.strategies.parameter_state.base_io import (
     CheckpointIO,
     HeldBoxes,
@@ -245,8 +246,7 @@ class TorchCheckpointIO(CheckpointIO):
         self.require_optimizer()
         own = {id(parameter) for parameter in self.module.parameters()}
         for optimizer in self.optimizers:
-            others = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
-            if others:
+            if others := sum(id(parameter) not in own for parameter in parameters_of(optimizer)):
                 raise ConfigError(
                     f"{others} parameter(s) of {type(optimizer).__name__} are another model's, and torch writes "
                     f"shards of one model's optimizer; save the whole state, or give {type(self.module).__name__} an "
@@ -321,15 +321,15 @@ def _set_state(optimizer: Optimizer, parameter: nn.Parameter, entry: dict[str, A
 
 def _build(value: Any, stored: ShardedTensors, reads: Reads, make: Make) -> Any:
     """Return `value` with its pending tensors replaced by targets that `reads` will fill."""
-    if isinstance(value, PendingTensor):
-        target = make(stored.shape(value.name), stored.dtype(value.name))
-        reads.add(stored, value.name, target)
-        return target.numpy() if value.as_array else target
-    if isinstance(value, Mapping):
-        return {key: _build(item, stored, reads, make) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_build(item, stored, reads, make) for item in value)
-    return value
+
+    def replace(leaf: Any) -> Any:
+        if not isinstance(leaf, PendingTensor):
+            return leaf
+        target = make(stored.shape(leaf.name), stored.dtype(leaf.name))
+        reads.add(stored, leaf.name, target)
+        return target.numpy() if leaf.as_array else target
+
+    return map_leaves(replace, value)
 
 
 def _like_option(before: Mapping[Any, Any], key: Any) -> Make:
