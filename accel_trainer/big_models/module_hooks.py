@@ -90,7 +90,6 @@ def hooks_of(module: nn.Module) -> list[ModelHook]:
 
 
 def _run(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's own forward between its hook's methods."""
     hook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     with torch.no_grad() if hook.no_grad else nullcontext():

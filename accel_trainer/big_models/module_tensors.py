@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.weights.into_model import as_dtype, place_of
+from accel_trainer.checkpoint.weights.into_model import as_dtype, names_by_tensor, place_of
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.memory import clear_device_cache
 from accel_trainer.runtime.process import with_index
@@ -136,7 +136,6 @@ def _copies_of(values: Iterable[Any], tied: TiedTensors) -> list[dict[Any, Tenso
 
 
 def _values_for(name: str, value: Any, old: Tensor | None, target: torch.device) -> Tensor:
-    """Return the given values of a tensor, or else its own."""
     source = old if value is None else value
     if source is None or source.device.type == "meta" and target.type != "meta":
         raise ConfigError(f"{name!r} is on the meta device and has no values to put on {target}; give them as `value`")
@@ -158,10 +157,8 @@ def _wanted_dtype(source: Tensor, old: Tensor | None, dtype: str | torch.dtype |
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that has several, sorted."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [sorted(group) for group in names.values() if len(group) > 1]
+    groups = names_by_tensor(dict(model.named_parameters(remove_duplicate=False)))
+    return [sorted(group) for group in groups.values() if len(group) > 1]
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:

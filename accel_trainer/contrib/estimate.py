@@ -100,7 +100,7 @@ _SPEEDS = (
 
 def estimate_command(args: argparse.Namespace) -> None:
     """Print the table, or the plans, for parsed arguments; a CheckpointNotFoundError or ConfigError without a model."""
-    from accel_trainer.big_models.sizes import convert_bytes
+    from accel_trainer.big_models.device_map import convert_bytes
 
     if args.num_processes is not None or args.config_file is not None:
         return _print_plans(args)
@@ -119,7 +119,7 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
 
 
 def _sizes(model: Any, dtypes: Sequence[str]) -> list[list[Any]]:
-    from accel_trainer.big_models.sizes import calculate_maximum_sizes
+    from accel_trainer.big_models.device_map import calculate_maximum_sizes
 
     total, (largest, _) = calculate_maximum_sizes(model)
     return [
@@ -159,7 +159,7 @@ _SIZES_OF_MODELS = ("parallel.tp_size", "parallel.sp_size", "parallel.ep_size")
 
 def _print_plans(args: argparse.Namespace) -> None:
     """Print the plan of the configured layout, or of all; see the arguments' help."""
-    from accel_trainer.big_models.sizes import convert_file_size_to_int
+    from accel_trainer.big_models.device_map import convert_file_size_to_int
 
     limit = None if args.memory is None else convert_file_size_to_int(args.memory)
     options = _layout_options(args)
@@ -312,7 +312,7 @@ def _layout_name(plan: LayoutPlan) -> str:
 
 def _plan_table(plan: LayoutPlan, policies: Sequence[LayoutPlan], args: argparse.Namespace) -> str:
     """Return a plan as tables: of memory, of its `policies` of activation checkpointing, and of collectives."""
-    from accel_trainer.big_models.sizes import convert_bytes
+    from accel_trainer.big_models.device_map import convert_bytes
 
     memory = [
         ("parameters", plan.parameters, plan.peak_parts["parameters"]),
@@ -361,7 +361,7 @@ def _ms(seconds: float) -> str:
 
 def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.Namespace) -> str:
     """Return the plans that fit as a table, the fastest first, and a line about the others."""
-    from accel_trainer.big_models.sizes import convert_bytes
+    from accel_trainer.big_models.device_map import convert_bytes
 
     fitting = [plan for plan in plans if limit is None or plan.peak <= limit]
     headers = ["layout", "strategy", "checkpointing", "state", "activations", "peak", "compute", "exposed", "per row"]
@@ -402,7 +402,7 @@ _LEFT, _WIDTH, _BAR, _GAP, _TOP = 250, 560, 18, 8, 46
 
 def _draw(plans: Sequence[LayoutPlan], limit: int | None) -> str:
     """Return an SVG: the peak of each plan as a bar of its parts, and a line at the limit."""
-    from accel_trainer.big_models.sizes import convert_bytes
+    from accel_trainer.big_models.device_map import convert_bytes
 
     parts = list(plans[0].peak_parts)
     most = max([plan.peak for plan in plans] + ([] if limit is None else [limit]))

@@ -35,11 +35,20 @@ from accel_trainer.accelerator.single_files import (
 )
 from accel_trainer.big_models.alignment import align_module_device, has_offloaded_params
 from accel_trainer.big_models.device_map import (
+    CustomDtype,
+    calculate_maximum_sizes,
     check_device_map,
     clean_device_map,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    convert_bytes,
+    convert_file_size_to_int,
+    dtype_byte_size,
     fallback_allocate,
     get_balanced_memory,
+    get_max_layer_size,
     get_max_memory,
+    get_module_leaves,
     get_module_size_with_ties,
     infer_auto_device_map,
 )
@@ -60,17 +69,6 @@ from accel_trainer.big_models.module_tensors import (
     named_module_tensors,
     retie_parameters,
     set_module_tensor_to_device,
-)
-from accel_trainer.big_models.sizes import (
-    CustomDtype,
-    calculate_maximum_sizes,
-    compute_module_sizes,
-    compute_module_total_buffer_size,
-    convert_bytes,
-    convert_file_size_to_int,
-    dtype_byte_size,
-    get_max_layer_size,
-    get_module_leaves,
 )
 from accel_trainer.checkpoint.weights.adapters import is_peft_model
 from accel_trainer.checkpoint.weights.into_model import init_empty_weights, init_on_device, load_checkpoint_in_model
