@@ -19,19 +19,27 @@ _BATCH = 100
 _MAX_CHARACTERS = 6000
 
 
-class _NamedTracker(GeneralTracker):
-    """A tracker that a script makes by hand with accelerate's `run_name`: the project's name."""
+class _LibraryTracker(GeneralTracker):
+    """Logs to a run of the library named `name`."""
 
     run: Any = None
-
-    def __init__(self, run_name: str = "", logging_dir: str | Path | None = None, **kwargs: Any) -> None:
-        super().__init__(run_name, logging_dir, **kwargs)
-        self.run_name = run_name
 
     @property
     def tracker(self) -> Any:
         """The library's object: TensorBoard's SummaryWriter, else the run."""
         return self.run
+
+    @property
+    def _library(self) -> Any:
+        return importlib.import_module(self.name)
+
+
+class _NamedTracker(_LibraryTracker):
+    """A tracker that a script makes by hand with accelerate's `run_name`: the project's name."""
+
+    def __init__(self, run_name: str = "", logging_dir: str | Path | None = None, **kwargs: Any) -> None:
+        super().__init__(run_name, logging_dir, **kwargs)
+        self.run_name = run_name
 
 
 class TensorBoardTracker(_NamedTracker):
@@ -93,11 +101,7 @@ class TensorBoardTracker(_NamedTracker):
 
 
 class _RunTracker(_NamedTracker):
-    """Logs to a run of the library named `name`."""
-
-    @property
-    def _library(self) -> Any:
-        return importlib.import_module(self.name)
+    """Logs to a run that takes tables and other values itself."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values of any kind that the library knows."""
@@ -163,7 +167,7 @@ class TrackioTracker(_RunTracker):
         self.run.log({key: self._library.Image(image, **kwargs) for key, image in named.items()}, step=step)
 
 
-class MLflowTracker(GeneralTracker):
+class MLflowTracker(_LibraryTracker):
     """Logs to a run of the experiment called `project_name`.
 
     `init_kwargs={"mlflow": ...}` goes to `mlflow.start_run` (run_name, run_id, tags, nested, description, ...), besides
@@ -171,7 +175,6 @@ class MLflowTracker(GeneralTracker):
     """
 
     name = "mlflow"
-    run: Any = None
 
     def __init__(
         self,
@@ -185,16 +188,9 @@ class MLflowTracker(GeneralTracker):
         nested = {} if nested_run is None else {"nested": nested_run}
         super().__init__(experiment_name or "", logging_dir, **nested, **kwargs)
 
-    @property
-    def tracker(self) -> Any:
-        """The active MLflow run."""
-        return self.run
-
     def start(self) -> None:
         """Make the experiment where it does not exist, and open a run."""
-        import mlflow
-
-        options = dict(self.kwargs)
+        mlflow, options = self._library, dict(self.kwargs)
         if (uri := options.pop("tracking_uri", None)) is not None:
             mlflow.set_tracking_uri(uri)
         # Not mlflow.set_experiment(): that writes to the environment, and binds every later run of the process.
@@ -204,8 +200,6 @@ class MLflowTracker(GeneralTracker):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the hyperparameters as the run's parameters, as texts of at most 6000 characters."""
-        import mlflow
-
         texts = {_name(key): str(value) for key, value in _flat(values).items()}
         for key in [key for key, text in texts.items() if len(text) > _MAX_CHARACTERS]:
             logger.warning(
@@ -214,25 +208,21 @@ class MLflowTracker(GeneralTracker):
             del texts[key]
         pairs = iter(texts.items())
         while batch := dict(islice(pairs, _BATCH)):
-            mlflow.log_params(batch)
+            self._library.log_params(batch)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Store numbers as metrics; of other values a ConfigError, after the numbers are stored."""
-        import mlflow
-
         metrics = {_name(key): float(value) for key, value in values.items() if isinstance(value, bool | int | float)}
-        mlflow.log_metrics(metrics, step=step, **kwargs)
+        self._library.log_metrics(metrics, step=step, **kwargs)
         others = {key: type(value).__name__ for key, value in values.items() if _name(key) not in metrics}
         if others:
             raise ConfigError(f"MLflow stores numbers, and got {others}; convert them, or log them as artifacts")
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Store images as artifacts of the step; `kwargs` goes to `mlflow.log_image`."""
-        import mlflow
-
         for key, images in values.items():
             for number, image in enumerate(images):
-                mlflow.log_image(image, key=f"{_name(key)}_{number}", step=step or 0, **kwargs)
+                self._library.log_image(image, key=f"{_name(key)}_{number}", step=step or 0, **kwargs)
 
     def log_table(
         self,
@@ -244,17 +234,13 @@ class MLflowTracker(GeneralTracker):
         **kwargs: Any,
     ) -> None:
         """Store a table as the artifact `table_name.json`."""
-        import mlflow
-
         if dataframe is None:
             dataframe = {name: [row[i] for row in data or []] for i, name in enumerate(columns or [])}
-        mlflow.log_table(dataframe, artifact_file=f"{table_name}.json", **kwargs)
+        self._library.log_table(dataframe, artifact_file=f"{table_name}.json", **kwargs)
 
     def finish(self) -> None:
         """Close the run."""
-        import mlflow
-
-        mlflow.end_run()
+        self._library.end_run()
 
 
 def _name(key: str) -> str:

@@ -25,6 +25,7 @@ from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import Capabilities, TrainUnit
 from accel_trainer.strategies.gradients import choose_samples, sample_sum
 from accel_trainer.strategies.optimizers import parameters_of
+from accel_trainer.techniques.model_flops import device_name
 
 if TYPE_CHECKING:
     from accel_trainer.accelerator.lost_ranks import LostRanks
@@ -120,6 +121,8 @@ class AcceleratedOptimizer(Optimizer):
     state = _OfWrapped("state")
     param_groups = _OfWrapped("param_groups")
     defaults = _OfWrapped("defaults")
+    register_step_pre_hook = _OfWrapped("register_step_pre_hook")
+    register_step_post_hook = _OfWrapped("register_step_post_hook")
 
     @cached_property  # whose value an update reads without a call
     def samples(self) -> dict[Tensor, str]:
@@ -278,14 +281,6 @@ class AcceleratedOptimizer(Optimizer):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()  # type: ignore[attr-defined]
 
-    def register_step_pre_hook(self, hook: Any) -> torch.utils.hooks.RemovableHandle:
-        """Register a hook on the wrapped optimizer's step."""
-        return self.optimizer.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> torch.utils.hooks.RemovableHandle:
-        """Register a hook on the wrapped optimizer's step."""
-        return self.optimizer.register_step_post_hook(hook)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r})"
 
@@ -365,15 +360,9 @@ def _as_facts(names: Sequence[str], sums: Tensor | None) -> dict[str, str]:
     if sums is None:
         return {}
     # Other devices may round otherwise.
-    kind = _device_name(sums.device)
+    is_cpu = sums.device.type == "cpu"
+    kind = f"cpu {torch.backends.cpu.get_cpu_capability()}" if is_cpu else device_name(sums.device)
     return {f"the sum of {name} ({kind})": repr(value) for name, value in zip(names, sums.tolist(), strict=True)}
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
-    read = getattr(torch.get_device_module(device), "get_device_name", None)
-    return device.type if read is None else str(read(device))
 
 
 def _raise(text: str) -> NoReturn:

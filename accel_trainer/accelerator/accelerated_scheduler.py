@@ -60,6 +60,10 @@ class AcceleratedScheduler(LRScheduler):
     """How many times the schedule has stepped."""
     base_lrs = Forwarded[Any]("scheduler.base_lrs")
     """Initial learning rates."""
+    get_last_lr = Forwarded[Any]("scheduler.get_last_lr")
+    """Returns the learning rates of the last step, one per group."""
+    get_lr = Forwarded[Any]("scheduler.get_lr")
+    """Returns the learning rates of the current step, one per group."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step the schedule if the optimizer has just stepped; always with `step_scheduler_with_optimizer=False`."""
@@ -73,14 +77,6 @@ class AcceleratedScheduler(LRScheduler):
         for _ in range(0 if args or kwargs else self.steps_per_update - 1):
             if bound is None or self.scheduler.last_epoch < bound:
                 self.scheduler.step()
-
-    def get_last_lr(self) -> list[float]:  # type: ignore[override]
-        """Return the learning rates of the last step, one per group."""
-        return self.scheduler.get_last_lr()  # type: ignore[return-value]
-
-    def get_lr(self) -> list[float]:  # type: ignore[override]
-        """Return the learning rates of the current step, one per group."""
-        return self.scheduler.get_lr()  # type: ignore[return-value]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped scheduler's state, and how often it steps for each update."""

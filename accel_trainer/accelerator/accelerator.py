@@ -148,7 +148,9 @@ class Accelerator(
             autocast=self._options.autocast,
             float8=self._options.float8_recipe(self.config),
         )
-        self._loss_scale = self._build_loss_scale()
+        scaler_options = self._options.scaler_options
+        is_scaled, kind = self.precision.loss_scaling, self.process.device.type
+        self._loss_scale = LossScale(torch.amp.GradScaler(kind, **scaler_options)) if is_scaled else None
         self.device_placement = device_placement
         self.dataloader_config = DataLoaderConfiguration(**dataclasses.asdict(self.config.data))
         self._check_scheduler_steps(step_scheduler_with_optimizer)
@@ -212,14 +214,10 @@ class Accelerator(
         self._take_rollbacks()
         has_replicas = not (facts.shards_parameters or facts.builds_engine)
         self._prepared.replica_check = ReplicaCheck.of(self.process, has_replicas=has_replicas)
-        if facts.shards_parameters:
-            self._warn_of_few_devices()
-
-    def _warn_of_few_devices(self) -> None:
         # Warnings, so that they are seen: users who asked for FSDP usually expect several GPUs.
-        if self.num_processes == 1:
+        if facts.shards_parameters and self.num_processes == 1:
             logger.warning("%s on one process: nothing is sharded", self.resolved.describe("strategy"))
-        elif self.process.device.type == "cpu":
+        elif facts.shards_parameters and self.process.device.type == "cpu":
             logger.warning("no accelerator is used: the model is sharded over %d CPU processes", self.num_processes)
 
     def _check_scheduler_steps(self, step_scheduler_with_optimizer: bool) -> None:
@@ -230,11 +228,6 @@ class Accelerator(
                 f"{self.resolved.describe('scheduler_steps')} lets a schedule step once for each process in an update, "
                 "and step_scheduler_with_optimizer=False whenever the loop steps it; leave one of them out"
             )
-
-    def _build_loss_scale(self) -> LossScale | None:
-        if not self.precision.loss_scaling:
-            return None
-        return LossScale(torch.amp.GradScaler(self.process.device.type, **self._options.scaler_options))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Return itself: a copied object that holds an Accelerator takes part in the same job."""
@@ -310,6 +303,4 @@ class Accelerator(
             torch.accelerator.empty_cache()
         return tuple(None for _ in objects)
 
-    def clear(self, *objects: Any) -> tuple[None, ...]:
-        """Same as `free_memory`."""
-        return self.free_memory(*objects)
+    clear = free_memory

@@ -341,7 +341,6 @@ def _open(prepared: PreparedUnit, states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _sum(stored: Sequence[Stored], weight: float, box: Box) -> Tensor:
-    """Return the weighed sum of the gradients in a box."""
     values = (each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each(box) for each in stored)
     first, *rest = (value if weight == 1.0 else value * weight for value in values)
     return sum(rest, first)

@@ -72,13 +72,17 @@ class LostRanks:
         survivors = find_survivors(accelerator.process)
         return None if survivors is None else cls(accelerator, survivors)
 
+    @property
+    def _owner(self) -> Accelerator:
+        accelerator = self._accelerator()
+        assert accelerator is not None
+        return accelerator
+
     # --- what has been done ---------------------------------------------------------------------------------------
 
     def take_models(self) -> None:
         """Follow the models that have been prepared by now."""
-        accelerator = self._accelerator()
-        assert accelerator is not None
-        for prepared in accelerator._prepared.units:
+        for prepared in self._owner._prepared.units:
             prepared.unit.guard_forward(self._go_on_in_forward)
         self.announce()
 
@@ -98,10 +102,8 @@ class LostRanks:
 
     def begin_update(self, num_batches: int) -> int:
         """Note that an update begins which a Trainer makes of so many batches; return of how many it is made now."""
-        accelerator = self._accelerator()
-        assert accelerator is not None
         self._is_in_update = True
-        for prepared in accelerator._prepared.units:
+        for prepared in self._owner._prepared.units:
             prepared.unit.begin_update()
         return num_batches if self.left is None else self.left.num_steps(num_batches * self.num_shards)
 
@@ -146,8 +148,7 @@ class LostRanks:
 
     def _why_never(self) -> str:
         """Return why no update of this run can be begun again; empty where it can."""
-        accelerator = self._accelerator()
-        assert accelerator is not None
+        accelerator = self._owner
         trained = [prepared.unit for prepared in accelerator._prepared.units if not prepared.evaluation_only]
         if accelerator.process.backend != "gloo" or not has_connections():
             return f"its process group is one of {accelerator.process.backend}, whose collectives cannot be ended"
@@ -162,23 +163,21 @@ class LostRanks:
         return trained[0].why_irreplaceable()
 
     def _why_not_now(self, lost: frozenset[int]) -> str:
-        accelerator = self._accelerator()
-        assert accelerator is not None
         if reason := self._why_never():
             return reason
         if len(joined_groups()) > 1:
             return "there are other process groups than the job's, whose connections to the rank are lost, too"
-        if self._survivors.members[0] in lost and (accelerator._trackers.chosen or self._reports):
+        if self._survivors.members[0] in lost and (self._owner._trackers.chosen or self._reports):
             return "its trackers were open on that rank"
-        return self._why_not_shared_out(accelerator)
+        return self._why_not_shared_out()
 
-    def _why_not_shared_out(self, accelerator: Accelerator) -> str:
-        loaders = accelerator.gradient_state.loaders
+    def _why_not_shared_out(self) -> str:
+        loaders = self._owner.gradient_state.loaders
         if len(loaders) > 1:
             return "it was within the loops over several loaders"
         if loaders and loaders[0].bookmark not in self._trained and not self._is_in_update:
             return "it was evaluating"
-        reasons = [loader.why_not_shared_out() for loader in {*loaders, *accelerator._prepared.dataloaders}]
+        reasons = [loader.why_not_shared_out() for loader in {*loaders, *self._owner._prepared.dataloaders}]
         return next(filter(None, reasons), "") or self._why_not_counted(loaders)
 
     def _why_not_counted(self, loaders: list[PreparedDataLoader]) -> str:
@@ -195,11 +194,9 @@ class LostRanks:
     @property
     def _rounds_per_update(self) -> int:
         """Micro-batches of an update on each of the ranks that the job began with."""
-        accelerator = self._accelerator()
-        assert accelerator is not None
         if self.left is not None:
             return self.left.rounds_per_update
-        return self._own_rounds if self.takes_windows else accelerator.gradient_accumulation_steps
+        return self._own_rounds if self.takes_windows else self._owner.gradient_accumulation_steps
 
     def go_on(self, error: BaseException) -> None:
         """Begin the present update again, or the present call, with the ranks that are left. They all call it.
@@ -212,10 +209,9 @@ class LostRanks:
             raise_if_theirs(error)
             raise error
         begin = time.monotonic()
-        accelerator, survivors = self._accelerator(), self._survivors
-        assert accelerator is not None
+        survivors = self._survivors
         before = survivors.members
-        windows = [prepared.window.held for prepared in accelerator._prepared.units]
+        windows = [prepared.window.held for prepared in self._owner._prepared.units]
         facts = {
             "reason": self._why_not_now(survivors.lost.intersection(before)),
             "place": [self.num_updates, self.num_calls, *windows],
@@ -227,7 +223,7 @@ class LostRanks:
                 f"rank {gone} was lost, and this job cannot go on without it: {reason}. The launcher starts all ranks "
                 "again, where --max_restarts says so"
             ) from error
-        self._share_out(accelerator)
+        self._share_out(self._owner)
         logger.warning(
             "rank %s of the %d that the launcher has started is lost; the %d that are left go on after update %d, "
             "after %.1f s",

@@ -34,6 +34,14 @@ from accel_trainer.strategies.api import Capabilities, Strategy, WrapPolicyFunct
 from accel_trainer.strategies.comm_hooks import CommHook
 from accel_trainer.tracking import mask_secrets
 
+_PLUGINS: Mapping[str, type[OptionObject]] = {
+    "dataloader_config": DataLoaderConfiguration,
+    "fsdp_plugin": FullyShardedDataParallelPlugin,
+    "gradient_accumulation_plugin": GradientAccumulationPlugin,
+    "dynamo_plugin": TorchDynamoPlugin,
+    "parallelism_config": ParallelismConfig,
+}
+"""Classes of the objects among the arguments."""
 _HANDLERS = (
     AORecipeKwargs,
     AutocastKwargs,
@@ -75,29 +83,19 @@ class AcceleratorOptions:
 
     @classmethod
     def build(
-        cls,
-        scalars: Mapping[str, Any],
-        *,
-        dataloader_config: DataLoaderConfiguration | None = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        dynamo_plugin: TorchDynamoPlugin | None = None,
-        parallelism_config: ParallelismConfig | None = None,
-        kwargs_handlers: Sequence[KwargsHandler] = (),
+        cls, scalars: Mapping[str, Any], *, kwargs_handlers: Sequence[KwargsHandler] = (), **plugins: Any
     ) -> AcceleratorOptions:
         """Bring the constructor's arguments to dotted paths; `scalars` are by theirs, None for one that is not set."""
         options = cls({path: value for path, value in scalars.items() if value is not None})
-        options._take_accumulation(gradient_accumulation_plugin)
-        options._take("dataloader_config", dataloader_config, DataLoaderConfiguration)
-        options._take("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin)
+        options._choose_accumulation(plugins.get("gradient_accumulation_plugin"))
         backend = options.explicit.get("compile.backend")
-        if dynamo_plugin is not None and backend is not None:
+        if plugins.get("dynamo_plugin") is not None and backend is not None:
             raise ConfigError(
                 f"dynamo_backend={backend!r} and a TorchDynamoPlugin were both given; pass only "
                 "TorchDynamoPlugin(backend=...)"
             )
-        options._take("dynamo_plugin", dynamo_plugin, TorchDynamoPlugin)
-        options._take("parallelism_config", parallelism_config, ParallelismConfig)
+        for name, plugin in plugins.items():
+            options._take(name, plugin, _PLUGINS[name])
         options._take_handlers(kwargs_handlers)
         return options
 
@@ -129,8 +127,8 @@ class AcceleratorOptions:
         for field_name, value in given.objects().items():
             setattr(self, field_name, value)
 
-    def _take_accumulation(self, plugin: GradientAccumulationPlugin | None) -> None:
-        """Add the options of the plugin, whose number of steps stands beside gradient_accumulation_steps=1."""
+    def _choose_accumulation(self, plugin: GradientAccumulationPlugin | None) -> None:
+        """Leave the steps to the plugin if it has any; its number may stand beside gradient_accumulation_steps=1."""
         num_steps = getattr(plugin, "num_steps", None)
         given = self.explicit.get("accumulation.num_steps")
         if num_steps and given not in (None, 1, num_steps):
@@ -140,7 +138,6 @@ class AcceleratorOptions:
             )
         if num_steps is not None:
             self.explicit.pop("accumulation.num_steps", None)
-        self._take("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
 
     def _take_handlers(self, handlers: Sequence[KwargsHandler]) -> None:
         if isinstance(handlers, KwargsHandler):

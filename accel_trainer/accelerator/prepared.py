@@ -26,10 +26,10 @@ from accel_trainer.strategies.optimizers import check_disjoint, parameters_of
 class Prepared:
     """Units of an Accelerator with the optimizers that step them, their schedulers, and the loaders, each once."""
 
-    def __init__(self, guard: NonFiniteGuard | None = None, replica_check: ReplicaCheck | None = None) -> None:
-        self.guard = guard
+    def __init__(self) -> None:
+        self.guard: NonFiniteGuard | None = None
         """Of the optimizers' steps."""
-        self.replica_check = replica_check
+        self.replica_check: ReplicaCheck | None = None
         self.lost_ranks: LostRanks | None = None
         self.units: list[PreparedUnit] = []
         self.current: list[PreparedUnit] = []
@@ -203,7 +203,6 @@ def _pair(
 
 
 def _require_training(prepared: PreparedUnit, optimizer: Optimizer) -> None:
-    """Refuse an optimizer for a model whose gradients would not be exchanged."""
     if prepared.evaluation_only:
         raise ConfigError(
             f"{type(optimizer).__name__} holds parameters of {type(prepared.unit.module).__name__}, which was prepared "
@@ -241,7 +240,6 @@ def _describe_shapes(parameters: Sequence[Tensor]) -> str:
 
 
 def _require_pairs(holders: list[_Holder]) -> None:
-    """Refuse everything but one optimizer for each model."""
     taken: dict[Optimizer, _Holder] = {}
     for holder in holders:
         model = type(holder.model).__name__

@@ -131,7 +131,6 @@ class AcceleratorPreparing(AcceleratorSettings):
         self._take_facts()
 
     def _placements(self, objects: Sequence[Any], device_placement: Sequence[bool] | None) -> dict[int, bool]:
-        """Return the flag of each object by its id."""
         flags = list(device_placement) if device_placement is not None else [self.device_placement] * len(objects)
         if len(flags) != len(objects):
             raise ConfigError(f"device_placement has {len(flags)} flags for {len(objects)} objects; give one for each")
@@ -285,7 +284,6 @@ class AcceleratorPreparing(AcceleratorSettings):
             self._check_quantized(model)
 
     def _check_quantized(self, model: nn.Module) -> None:
-        """Refuse to train a quantized model whose layers are not on this process's device."""
         name, own = type(model).__name__, self.process.device
         devices = _mapped_devices(model, own)
         if "disk" in devices or ("cpu" in devices and own.type != "cpu"):
@@ -304,7 +302,6 @@ class AcceleratorPreparing(AcceleratorSettings):
         return skip_loader_batches(dataloader, num_batches)
 
     def _check_rollbacks(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse to train in a loop that is to go back to states without names of their own."""
         naming, guard = self.project_configuration.automatic_checkpoint_naming, self.nonfinite_guard
         if optimizers and guard and guard.roll_back and not naming:
             raise ConfigError(

@@ -512,9 +512,7 @@ class GradientState:
     @property
     def active_dataloader(self) -> PreparedDataLoader | None:
         """The last of `loaders`; None outside of loops."""
-        if len(self._passes) < 2:  # asked three times in a step
-            return self._passes[0].loader if self._passes else None
-        return self.loaders[-1]
+        return next(reversed(self.loaders), None)
 
     @property
     def in_dataloader(self) -> bool:

@@ -92,11 +92,7 @@ class AcceleratorStepping(AcceleratorSettings):
         Raises:
             ConfigError: a model is not prepared, or shares its optimizer with one that is not given.
         """
-        prepared = self._prepared.units
-        if len(prepared) == 1 == len(models) and models[0] is prepared[0].unit.model:
-            return self._micro_batch(prepared)
-        if models:
-            prepared = [self._prepared.get(model) for model in models]
+        prepared = [self._prepared.get(model) for model in models] or self._prepared.units
         for optimizer in self._prepared.optimizers:
             together = optimizer.prepared
             if len(together) > 1 and 0 < sum(each in prepared for each in together) < len(together):

@@ -157,7 +157,6 @@ class DeepSpeedPlugin(OptionObject):
         self._show()
 
     def _block(self) -> dict[str, Any]:
-        """Return the block that the arguments make."""
         source = self._given["hf_ds_config"]
         if source is not None and not isinstance(source, str | Mapping):
             source = getattr(source, "config", source)  # of an HfDeepSpeedConfig, or another library's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -99,6 +100,10 @@ def _names(*axes: str, doc: str) -> Any:
     return property(lambda config: config._named(*axes), doc=doc)
 
 
+def _product(*axes: str, doc: str) -> Any:
+    return property(lambda config: math.prod(map(config._size, axes)), doc=doc)
+
+
 @dataclass
 class ParallelismConfig(OptionObject):
     """Sizes of the axes over which a job is laid out; their product is the number of processes.
@@ -173,7 +178,6 @@ class ParallelismConfig(OptionObject):
         return int(getattr(self, f"{axis}_size"))
 
     def _named(self, *axes: str) -> list[str]:
-        """Return those of the axes whose size is above 1."""
         return [axis for axis in axes if self._size(axis) > 1]
 
     dp_replicate_enabled = _is_enabled("dp_replicate", "Whether there are replicas.")
@@ -186,21 +190,9 @@ class ParallelismConfig(OptionObject):
     dp_shard_cp_dim_names = _names("dp_shard", "cp", doc="Axes over which FSDP shards.")
     dp_cp_dim_names = _names("dp_replicate", "dp_shard", "cp", doc="Axes over which losses are averaged.")
     active_mesh_dims = _names("dp_replicate", "dp_shard", "tp", "cp", "sp", doc="All axes of a size above 1.")
-
-    @property
-    def total_size(self) -> int:
-        """The product of all sizes: the number of processes."""
-        return self.data_parallel_size * self.non_data_parallel_size
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of processes that read different data."""
-        return self._size("dp_replicate") * self._size("dp_shard")
-
-    @property
-    def non_data_parallel_size(self) -> int:
-        """Number of processes that share a batch."""
-        return self._size("tp") * self._size("cp") * self._size("sp")
+    total_size = _product(*AXES, doc="The product of all sizes: the number of processes.")
+    data_parallel_size = _product("dp_replicate", "dp_shard", doc="Number of processes that read different data.")
+    non_data_parallel_size = _product("tp", "cp", "sp", doc="Number of processes that share a batch.")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -208,7 +200,6 @@ class ParallelismConfig(OptionObject):
         return [*self._named("dp_replicate"), "dp_shard_cp"]
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return names and sizes of the axes above 1, the outermost first."""
         names = self._named(*AXES)
         return tuple(names), tuple(map(self._size, names))
 
