@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -45,62 +44,71 @@ Piece = tuple[Any, int, int]
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def pack_documents(
-    documents: Iterable[tuple[Any, int]], max_length: int, strategy: str, seed: int = 0, window: int = _WINDOW
-) -> Iterator[list[Piece]]:
-    """Yield rows of pieces of documents, each of at most `max_length` tokens: a function of its arguments only.
+def pack_lengths(
+    lengths: np.ndarray, max_length: int, strategy: str, seed: int = 0, window: int = _WINDOW
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return pieces of documents, row by row, and how many are in each row: a function of the arguments only.
 
     Args:
-        documents: each with its number of tokens; at most `window` of them are held.
+        lengths: tokens of each document, int64 (documents,).
+        max_length: most tokens of a row.
         strategy: "bfd" puts each document, the longest first, where the least space is left over (best fit decreasing;
             Ding et al., arXiv 2404.10830), and cuts the end of longer ones off; "bfd_split" cuts those into pieces;
             "wrapped" fills each row to the end, and goes on with the rest of a document in the next.
         seed: of the order of the rows of a window, which "bfd" makes of the longest documents first.
+        window: documents that are packed together.
+
+    Returns:
+        int64 (pieces, 3), index of the document with the first of its tokens and the one after the last; int64 (rows,).
     """
     if strategy == "wrapped":
-        yield from _wrap(documents, max_length)
-        return
-    source = iter(documents)
-    for number in count():
-        if not (held := list(islice(source, window))):
-            return
-        yield from _pack_window(held, max_length, strategy, mix_seed(seed, number))
+        rows = list(_wrap(enumerate(lengths.tolist()), max_length))
+        numbers = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), np.int64)
+        return numbers.reshape(-1, 3), np.array([*map(len, rows)], np.int64)
+    pieces, counts = [np.empty((0, 3), np.int64)], [np.empty(0, np.int64)]
+    for number, begin in enumerate(range(0, len(lengths), window)):
+        held = lengths[begin : begin + window]
+        packed, in_rows = _pack_window(held, max_length, strategy, mix_seed(seed, number))
+        packed[:, 0] += begin
+        pieces.append(packed)
+        counts.append(in_rows)
+    return np.concatenate(pieces), np.concatenate(counts)
 
 
-def _pack_window(held: list[tuple[Any, int]], max_length: int, strategy: str, seed: int) -> list[list[Piece]]:
+def _pack_window(lengths: np.ndarray, max_length: int, strategy: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    documents = np.flatnonzero(lengths)
+    begins = np.zeros_like(documents)
     if strategy == "bfd_split":
-        pieces = [
-            (document, begin, min(begin + max_length, length))
-            for document, length in held
-            for begin in range(0, length, max_length)
-        ]
-        pieces.sort(key=lambda piece: piece[1] - piece[2])
-    else:
-        held.sort(key=itemgetter(1), reverse=True)
-        pieces = [(document, 0, min(length, max_length)) for document, length in held if length]
-    rows = _best_fit(pieces, max_length)
-    random.Random(seed).shuffle(rows)
-    return rows
+        counts = -(-lengths // max_length)
+        documents = np.repeat(np.arange(len(lengths)), counts)
+        begins = (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_length
+    sizes = np.minimum(lengths[documents] - begins, max_length)
+    longest_first = np.argsort(-sizes, kind="stable")
+    rows = np.array(_best_fit(sizes[longest_first].tolist(), max_length), np.int64)
+    order = list(range(int(rows.max(initial=-1)) + 1))
+    random.Random(seed).shuffle(order)
+    rows = np.argsort(order)[rows]
+    by_row = longest_first[np.argsort(rows, kind="stable")]
+    return np.stack([documents, begins, begins + sizes], axis=1)[by_row], np.bincount(rows)
 
 
-def _best_fit(pieces: list[Piece], max_length: int) -> list[list[Piece]]:
-    """Return rows of pieces, of which the longest come first."""
-    rows: list[list[Piece]] = []
-    by_space: list[list[list[Piece]]] = [[] for _ in range(max_length)]
-    spaces = 0  # bit n: there are rows with n tokens left; the lowest bit from a length on is the best fit, in 0.2 us
-    for piece in pieces:
-        length = piece[2] - piece[1]
-        fitting = spaces >> length
+def _best_fit(sizes: list[int], max_length: int) -> list[int]:
+    """Return the row of each piece, of which the longest come first."""
+    rows: list[int] = []
+    by_space: list[list[int]] = [[] for _ in range(max_length)]
+    spaces = num_rows = 0  # bit n of spaces: a row has n tokens left; the lowest one that fits is found in 0.2 us
+    for size in sizes:
+        fitting = spaces >> size
         if fitting:
-            space = length + (fitting & -fitting).bit_length() - 1
+            space = size + (fitting & -fitting).bit_length() - 1
             row = by_space[space].pop()
             if not by_space[space]:
                 spaces ^= 1 << space
         else:
-            space, row = max_length, []
-            rows.append(row)
-        row.append(piece)
-        if left := space - length:
+            space, row = max_length, num_rows
+            num_rows += 1
+        rows.append(row)
+        if left := space - size:
             by_space[left].append(row)
             spaces |= 1 << left
     return rows
@@ -173,21 +181,21 @@ class PackedDataset(Dataset[Any]):
     ) -> None:
         self.dataset = dataset
         self.max_length = max_length
-        found = _lengths_of(dataset) if lengths is None else list(lengths)
+        found = _lengths_of(dataset) if lengths is None else np.array(lengths, np.int64)
         if len(found) != len(dataset):
             raise ConfigError(f"{len(found)} lengths were given for {len(dataset)} documents; give one for each")
-        longer = sum(length > max_length for length in found)
+        longer = int((found > max_length).sum())
         if longer and packing_strategy == "bfd":
             logger.warning(
                 f"{longer} of {len(found)} documents are longer than max_length={max_length}, and their ends are left "
                 "out; packing_strategy='bfd_split' keeps them as documents of their own"
             )
-        order = ((index, found[index]) for index in permutation(len(found), seed, 0).tolist())
-        rows = list(pack_documents(order, max_length, packing_strategy, seed))
-        numbers = chain.from_iterable(chain.from_iterable(rows))
-        self._pieces = torch.from_numpy(np.fromiter(numbers, np.int64)).view(-1, 3)
-        self._ends = torch.tensor([0, *map(len, rows)]).cumsum(0)
-        self.num_tokens = int((self._pieces[:, 2] - self._pieces[:, 1]).sum())
+        order = permutation(len(found), seed, 0).numpy()
+        pieces, counts = pack_lengths(found[order], max_length, packing_strategy, seed)
+        pieces[:, 0] = order[pieces[:, 0]]
+        self._pieces = torch.from_numpy(pieces)
+        self._ends = torch.from_numpy(np.cumsum([0, *counts]))
+        self.num_tokens = int((pieces[:, 2] - pieces[:, 1]).sum())
 
     def __len__(self) -> int:
         return len(self._ends) - 1
@@ -254,10 +262,14 @@ class PackedStream(IterableDataset[Any]):
         for number in count(first):
             if not (held := list(islice(documents, size))):
                 return
-            rows, before = _pack_window(held, self.max_length, strategy, mix_seed(seed, number)), self._before
-            for index, row in enumerate(rows[given:], given + 1):
-                self._state = {"dataset": before, "window": number, "given": index}
-                yield row
+            lengths, before = np.array([length for _, length in held]), self._before
+            pieces, counts = _pack_window(lengths, self.max_length, strategy, mix_seed(seed, number))
+            rest = iter(pieces.tolist())
+            for index, count_here in enumerate(counts.tolist(), 1):
+                row = [(held[document][0], begin, end) for document, begin, end in islice(rest, count_here)]
+                if index > given:
+                    self._state = {"dataset": before, "window": number, "given": index}
+                    yield row
             given = 0
 
     def _documents(self, window: int) -> Iterator[tuple[Any, int]]:
@@ -277,13 +289,14 @@ class PackedStream(IterableDataset[Any]):
             yield sample, length
 
 
-def _lengths_of(dataset: Any) -> list[int]:
+def _lengths_of(dataset: Any) -> np.ndarray:
     """Return the number of tokens of each document, of tables without making Python objects of the tokens."""
     if hasattr(dataset, "with_format") and "input_ids" in (getattr(dataset, "column_names", None) or ()):
         tables = dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=_WINDOW)
-        chunks = (chunk for table in tables for chunk in table["input_ids"].chunks)
-        return [length for chunk in chunks for length in chunk.value_lengths().to_pylist()]
-    return [_count_tokens(dataset[index]) for index in range(len(dataset))]
+        chunks = [chunk.value_lengths() for table in tables for chunk in table["input_ids"].chunks]
+        lengths = np.concatenate([np.empty(0, np.int64), *(each.fill_null(0).to_numpy(False) for each in chunks)])
+        return lengths.astype(np.int64)
+    return np.array([_count_tokens(dataset[index]) for index in range(len(dataset))], np.int64)
 
 
 def _count_tokens(sample: Any) -> int:
