@@ -84,7 +84,7 @@ def _property(spec: FieldSpec) -> dict[str, Any]:
             words += ["object", "string"]  # a block, or the name of a file
     if words:
         result["type"] = words[0] if len(words) == 1 else words
-    if spec.path != "deepspeed":
+    if not isinstance(spec.default, Mapping):
         result["default"] = thaw(spec.default)
     return result
 

@@ -95,7 +95,7 @@ def _translate(document: Document) -> tuple[Dialect, Layer]:
 def _detect(content: Mapping[Key, Node]) -> tuple[Dialect, bool]:
     """Return the dialect of a file with these top-level keys, and whether any of them decided it."""
     names = {key.name for key in content}
-    shared = {"mixed_precision", "use_cpu", "debug", "gradient_accumulation_steps"}
+    shared = {"mixed_precision", "use_cpu", "debug", "gradient_accumulation_steps", "dataset_mixture"}
     # A policy is ours; true or false is a key of fsdp_config.
     policy = "activation_checkpointing"
     shared |= {key.name for key, node in content.items() if key.name == policy and _is_boolean(node.value)}

@@ -443,6 +443,8 @@ class RunConfig:
     """What layers compute again in the backward: off, full, selective, every:N (full for each Nth), ops:KEPT,KEPT."""
     activation_offload: bool = False
     """Send what layers keep for the backward to host memory, and bring it back when it is needed."""
+    dataset_mixture: Mapping[str, Any] = field(default_factory=FrozenDict)
+    """Training data of several data sets by weights: a mapping, or the name of a file that is one or has one."""
     data: DataConfig = field(default_factory=DataConfig)
     """Data loaders."""
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
@@ -470,7 +472,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         # A caller's dict would make the tree mutable, and a mappingproxy could not be pickled.
-        object.__setattr__(self, "deepspeed", FrozenDict(self.deepspeed))
+        for name in ("dataset_mixture", "deepspeed"):
+            object.__setattr__(self, name, FrozenDict(getattr(self, name)))
 
     @property
     def recomputation(self) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
+from accel_trainer.config.config_source import FileProblemsError, load_document
 from accel_trainer.config.parallel import axis_problems
 from accel_trainer.config.schema import (
     FieldSpec,
@@ -36,6 +37,12 @@ _TRUE_WORDS = ("true", "1", "yes", "y", "t", "on")
 _FALSE_WORDS = ("false", "0", "no", "n", "f", "off")
 BOOLEAN_WORDS = frozenset((*_TRUE_WORDS, *_FALSE_WORDS))
 """Ways to write true and false on a command line and in variables, in lower case."""
+
+MIXTURE_KEYS = (
+    "datasets", "streaming", "temperature", "schedule", "samples_per_update", "stopping_strategy", "num_samples",
+    "seed",
+)  # fmt: skip
+_OF_DATASET = ("path", "name", "data_dir", "data_files", "split", "columns", "weight")
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -143,6 +150,8 @@ def coerce(spec: FieldSpec, value: Any, *, lenient: bool = False, text: str | No
     result: Any
     if spec.path == "activation_checkpointing":
         result = _checkpointing_policy(value)
+    elif spec.path == "dataset_mixture":
+        result = mixture_of(value)
     elif isinstance(kind, type) and issubclass(kind, StrEnum):
         result = _enum(kind, value, text)
     elif kind in _NUMBERS:
@@ -283,6 +292,30 @@ def _mapping(value: Any, lenient: bool) -> FrozenDict:
     if not isinstance(value, Mapping):
         raise WrongValueError("a mapping of options")
     return FrozenDict(value)
+
+
+def mixture_of(value: Any) -> FrozenDict:
+    """Return the block `dataset_mixture`: a mapping, JSON text, or a file, that is one or has it under this key."""
+    if isinstance(value, str | os.PathLike):
+        try:
+            value = load_document(value).root.plain()
+        except FileProblemsError as error:
+            raise WrongValueError("a mapping, or a file that is one", f": {error}") from None
+    if isinstance(value, Mapping):
+        value = value.get("dataset_mixture", value)
+    _check_mixture_keys(value, MIXTURE_KEYS, "dataset_mixture")
+    for number, entry in enumerate(value.get("datasets") or ()):
+        _check_mixture_keys(entry, _OF_DATASET, f"dataset_mixture.datasets[{number}]")
+    return FrozenDict(value)
+
+
+def _check_mixture_keys(given: Any, known: tuple[str, ...], where: str) -> None:
+    expected = f"a mapping with {', '.join(known)}"
+    if not isinstance(given, Mapping):
+        raise WrongValueError(expected, f"; {where} is {show(given)}")
+    for name in given:
+        if name not in known:
+            raise WrongValueError(expected, f"; {where} holds the unknown key {name!r}{did_you_mean(str(name), known)}")
 
 
 def cross_problems(config: RunConfig, describe: Callable[[str], str]) -> list[str]:

@@ -120,21 +120,17 @@ def _show(document: Mapping[str, Any], names: Sequence[str], tokenizer: Any) -> 
 
 
 def _build_rows(options: Mapping[str, Any], mixture: Mixture) -> Any:
-    from accel_trainer.data.mixture import mix_datasets
     from accel_trainer.data.packing import pack_dataset
 
     update = options["per_device_train_batch_size"] * options["gradient_accumulation_steps"]
-    settings: dict[str, Any] = {"seed": _seed(options), "samples_per_update": update}
-    if mixture.options.get("schedule") and options["max_steps"] > 0:
-        settings["num_samples"] = options["max_steps"] * update
     for each, name in zip(mixture.sets, mixture.names, strict=True):
         if "input_ids" not in (each.column_names or ()):
             raise ConfigError(
                 f"{name} has columns {', '.join(each.column_names or ())}, and no tokens; add tokenizer: PATH to the "
                 "file for data with messages or text, or tokenize it"
             )
-    sets = [each.map(partial(_mark, number)) for number, each in enumerate(mixture.sets)]
-    data = mix_datasets(sets, mixture.weights, **{**settings, **mixture.options})
+    marked = mixture._replace(sets=[each.map(partial(_mark, number)) for number, each in enumerate(mixture.sets)])
+    data = marked.mix(seed=_seed(options), samples_per_update=update, num_updates=options["max_steps"])
     if not options["packing"]:
         return data
     return pack_dataset(data, options["max_length"], options["packing_strategy"], seed=_seed(options))

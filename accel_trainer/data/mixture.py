@@ -13,27 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
-from accel_trainer.config.config_source import ConfigSource, load_document
+from accel_trainer.config.config_source import ConfigSource
+from accel_trainer.config.schema import thaw
+from accel_trainer.config.validation import WrongValueError, mixture_of, show
 from accel_trainer.data.plan import mix_seed, permutation
-from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.errors import ConfigError
 
 STOPPING_STRATEGIES = ("first_exhausted", "all_exhausted")
 
 _AT_ONCE = 65_536
-_KEYS = (
-    "datasets", "streaming", "temperature", "schedule", "samples_per_update", "stopping_strategy", "num_samples",
-    "seed",
-)  # fmt: skip
-_OF_DATASET = ("path", "name", "data_dir", "data_files", "split", "columns", "weight")
-
-
-class MixturePlan(NamedTuple):
-    """Which sample of which data set each sample of a mixture is."""
-
-    sources: np.ndarray
-    """Index of the data set, int64 (samples,)."""
-    rows: np.ndarray
-    """Index in that data set, int64 (samples,)."""
 
 
 def mix_datasets(
@@ -77,11 +65,11 @@ def mix_datasets(
                 "out, or load the data sets without streaming"
             )
         return _interleave(sets, weights, temperature, stopping_strategy, seed)
-    plan = plan_mixture(
-        list(map(len, sets)), weights, temperature, schedule, samples_per_update, stopping_strategy, num_samples, seed
-    )
-    offsets = np.cumsum([0, *map(len, sets[:-1])])
-    chosen = offsets[plan.sources] + plan.rows
+    sizes = list(map(len, sets))
+    updates, shares = _phases(sizes, weights, schedule, temperature)
+    _check_end(shares, stopping_strategy, num_samples)
+    sources = _draw(sizes, updates * samples_per_update, shares, stopping_strategy, num_samples, seed)
+    chosen = np.cumsum([0, *sizes[:-1]])[sources] + _rows(sources, sizes, seed)
     if all(hasattr(each, "select") and hasattr(each, "column_names") for each in sets):
         from datasets import concatenate_datasets
 
@@ -103,28 +91,27 @@ def _interleave(sets: list[Any], weights: Any, temperature: float, stopping_stra
     return interleave_datasets(sets, shares.tolist(), seed=seed, stopping_strategy=stopping_strategy)
 
 
-def plan_mixture(
-    sizes: Sequence[int],
-    weights: Sequence[float] | None = None,
-    temperature: float = 1.0,
-    schedule: Mapping[int, Sequence[float]] | None = None,
-    samples_per_update: int = 1,
-    stopping_strategy: str = "first_exhausted",
-    num_samples: int | None = None,
-    seed: int = 0,
-) -> MixturePlan:
-    """Return the samples of a mixture of map-style sets of some sizes; the arguments are those of `mix_datasets`."""
+def _phases(
+    sizes: list[int],
+    weights: Sequence[float] | None,
+    schedule: Mapping[int, Sequence[float]] | None,
+    temperature: float,
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the updates at which shares change, and the shares from each of them on."""
     phases = {0: sizes if weights is None else weights}
     phases |= {int(update): each for update, each in (schedule or {}).items()}
-    begins = np.array(sorted(phases)) * samples_per_update
-    shares = [_shares(phases[update], len(sizes), temperature) for update in sorted(phases)]
-    if min(begins) < 0 or 0 in sizes:
+    updates = np.array(sorted(phases))
+    shares = [_shares(phases[update], len(sizes), temperature) for update in updates.tolist()]
+    if updates[0] < 0 or 0 in sizes:
         raise ConfigError(
             f"a mixture of data sets of {', '.join(map(str, sizes))} samples was asked for, with weights from the "
-            f"updates {', '.join(map(str, sorted(phases)))} on; each needs a sample, and updates begin at 0"
+            f"updates {', '.join(map(str, updates))} on; each needs a sample, and updates begin at 0"
         )
-    _check_end(shares, stopping_strategy, num_samples)
-    sources = _draw(sizes, begins, shares, stopping_strategy, num_samples, seed)
+    return updates, shares
+
+
+def _rows(sources: np.ndarray, sizes: list[int], seed: int) -> np.ndarray:
+    """Return the index of each sample in its data set, which is shuffled anew whenever it starts over."""
     rows = np.empty(len(sources), dtype=np.int64)
     for index, size in enumerate(sizes):
         places = np.flatnonzero(sources == index)
@@ -132,7 +119,7 @@ def plan_mixture(
         orders = [permutation(size, mix_seed(seed, index, number), 0).numpy() for number in passes]
         if orders:
             rows[places] = np.concatenate(orders)[: len(places)]
-    return MixturePlan(sources, rows)
+    return rows
 
 
 def _shares(weights: Sequence[float], count: int, temperature: float) -> np.ndarray:
@@ -207,6 +194,13 @@ class Mixture(NamedTuple):
     weights: list[float] | None
     options: dict[str, Any]
 
+    def mix(self, *, samples_per_update: int = 1, num_updates: int = -1, **defaults: Any) -> Any:
+        """Return them mixed by these options, where theirs leave some out; a schedule lasts as long as the run."""
+        defaults["samples_per_update"] = samples_per_update
+        if self.options.get("schedule") and num_updates > 0:
+            defaults["num_samples"] = num_updates * samples_per_update
+        return mix_datasets(self.sets, self.weights, **{**defaults, **self.options})
+
 
 def load_mixture(source: ConfigSource, tokenizer: Any = None, **defaults: Any) -> Any:
     """Return the mixture that a configuration describes, tokenized where it has no tokens and there is a tokenizer.
@@ -214,30 +208,28 @@ def load_mixture(source: ConfigSource, tokenizer: Any = None, **defaults: Any) -
     Ranks do not communicate: let the main process go first, where files are downloaded or converted.
 
     Args:
-        source: a mapping, or the path of a YAML or JSON file that is one or has it under "dataset_mixture": "datasets",
-            a list of mappings with "path" and, as `datasets.load_dataset` takes them, "name", "data_dir", "data_files"
-            and "split" ("train" by default), "columns" to keep and a "weight"; "streaming"; options of `mix_datasets`.
-        defaults: options of `mix_datasets` for what `config` leaves out.
+        source: a mapping, such as `accelerator.config.dataset_mixture`, or the path of a YAML or JSON file, that is one
+            or has it under "dataset_mixture": "datasets", a list of mappings with "path" and, as
+            `datasets.load_dataset` takes them, "name", "data_dir", "data_files" and "split" ("train" by default),
+            "columns" to keep and a "weight"; "streaming"; options of `mix_datasets`.
+        defaults: options of `mix_datasets` for what `source` leaves out.
 
     Raises:
         ConfigError: a key is unknown, or a data set is not there.
     """
-    mixture = read_mixture(source, tokenizer)
-    return mix_datasets(mixture.sets, mixture.weights, **{**defaults, **mixture.options})
+    return read_mixture(source, tokenizer).mix(**defaults)
 
 
 def read_mixture(source: ConfigSource, tokenizer: Any = None) -> Mixture:
     """Return the data sets of `load_mixture`, not mixed yet."""
-    given = source if isinstance(source, Mapping) else load_document(source).root.plain()
-    config: Any = given.get("dataset_mixture", given) if isinstance(given, Mapping) else given
-    _check_keys(config, _KEYS, "dataset_mixture")
-    entries = config.get("datasets") or ()
-    for number, entry in enumerate(entries):
-        _check_keys(entry, _OF_DATASET, f"dataset_mixture.datasets[{number}]")
-    weights = _weights_of(entries)
-    sets = [tokenized(_load(entry, bool(config.get("streaming"))), tokenizer) for entry in entries]
-    options = {name: value for name, value in config.items() if name not in ("datasets", "streaming")}
-    return Mixture(sets, list(map(_name_of, entries)), weights, options)
+    try:
+        config = thaw(mixture_of(source))
+    except WrongValueError as error:
+        raise ConfigError(f"dataset_mixture is {show(source)}; expected {error.expected}{error.hint}") from None
+    entries = config.pop("datasets", None) or ()
+    weights, streaming = _weights_of(entries), bool(config.pop("streaming", False))
+    sets = [tokenized(_load(entry, streaming), tokenizer) for entry in entries]
+    return Mixture(sets, list(map(_name_of, entries)), weights, config)
 
 
 def _weights_of(entries: Sequence[Mapping[str, Any]]) -> list[float] | None:
@@ -254,16 +246,6 @@ def _weights_of(entries: Sequence[Mapping[str, Any]]) -> list[float] | None:
 def _name_of(entry: Mapping[str, Any]) -> str:
     files = entry.get("data_files")
     return str(entry.get("name") or Path(files if isinstance(files, str) else entry["path"]).stem)
-
-
-def _check_keys(given: Any, known: Sequence[str], where: str) -> None:
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{where} is {given!r}; expected a mapping with {', '.join(known)}")
-    for name in given:
-        if name not in known:
-            raise ConfigError(
-                f"{where} holds the unknown key {name!r}{did_you_mean(name, known)} Keys: {', '.join(known)}"
-            )
 
 
 def _load(entry: Mapping[str, Any], streaming: bool) -> Any:

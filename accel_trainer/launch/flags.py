@@ -200,7 +200,7 @@ def launch_flags() -> Mapping[str, Flag]:
         if path != "deepspeed":  # a block of a file, not a value
             name = flag_name(path).removeprefix("--")
             is_switch = "bool" in str(spec.annotation)
-            text = described.get(path, "") + (f" [{spec.default}]" if spec.default not in (None, "", ()) else "")
+            text = described.get(path, "") + (f" [{spec.default}]" if spec.default not in (None, "", (), {}) else "")
             flags[name] = Flag(name, path, None, is_switch, None, text, _metavar(spec, is_switch))
     for name, (metavar, text) in _DEEPSPEED_FLAGS.items():
         flags[name] = Flag(name, "deepspeed", name, metavar == "true|false", None, text, metavar)
@@ -219,7 +219,8 @@ def _metavar(spec: FieldSpec, is_switch: bool) -> str:
         return "true|false"
     if isinstance(spec.annotation, type) and issubclass(spec.annotation, StrEnum):
         return "{" + ",".join(spec.annotation) + "}"
-    kinds = {"tuple": "A,B", "int": "N", "float": "SECONDS" if spec.path.endswith("_seconds") else "NUMBER"}
+    number = "SECONDS" if spec.path.endswith("_seconds") else "NUMBER"
+    kinds = {"tuple": "A,B", "Mapping": "FILE", "int": "N", "float": number}
     return next((word for kind, word in kinds.items() if kind in str(spec.annotation)), "TEXT")
 
 

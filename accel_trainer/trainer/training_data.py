@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import DataCollatorWithPadding, default_data_collator
 from transformers.trainer_utils import has_length
 
-from accel_trainer.data.mixture import mix_datasets, read_mixture
+from accel_trainer.data.mixture import read_mixture
 from accel_trainer.data.packing import (
     STRATEGIES,
     PackedDataset,
@@ -38,60 +38,62 @@ def asks_for_packing(args: TrainingArguments) -> bool:
 
 def check_packing_arguments(trainer: Trainer) -> None:
     """Refuse options by which packed batches could not be made or trained on. Not collective."""
-    args, config = trainer.args, trainer.accelerator.config
+    args, cp_size = trainer.args, trainer.accelerator.config.parallel.cp_size
     if not asks_for_packing(args):
         return
-    asked = "packing=True" if args.packing else "padding_free=True"
-    if (reason := _reason_against_rows(args) if args.packing else None) is not None:
-        pass
-    elif not trainer._loss_shifts_labels:
-        reason = (
+    has_length = isinstance(args.max_length, int) and args.max_length > 0
+    is_grouped = str(args.train_sampling_strategy) not in ("random", "sequential")
+    for is_wrong, reason in (
+        (
+            args.packing and args.packing_strategy not in STRATEGIES,
+            f"packing_strategy={args.packing_strategy!r} is none of {', '.join(STRATEGIES)}; choose one",
+        ),
+        (
+            args.packing and not has_length,
+            f"max_length={args.max_length!r} is no length of a row; give the number of tokens",
+        ),
+        (
+            args.packing and is_grouped,
+            f"train_sampling_strategy={args.train_sampling_strategy!r} groups samples, and rows are all as long; leave "
+            "it out",
+        ),
+        (
+            not trainer._loss_shifts_labels,
             f"{type(trainer.model).__name__} is no causal language model, whose labels are the next tokens, or has "
-        )
-        reason += "virtual ones before them; leave it out"
-    elif config.parallel.cp_size > 1:
-        reason = f"cp_size={config.parallel.cp_size} is ring attention, which is causal SDPA to all tokens of a row; "
-        reason += "use sp_size, which takes packed rows"
-    if reason is not None:
-        raise ConfigError(f"{asked}: {reason}")
-
-
-def _reason_against_rows(args: TrainingArguments) -> str | None:
-    if args.packing_strategy not in STRATEGIES:
-        return f"packing_strategy={args.packing_strategy!r} is none of {', '.join(STRATEGIES)}; choose one"
-    if not isinstance(args.max_length, int) or args.max_length < 1:
-        return f"max_length={args.max_length!r} is no length of a row; give the number of tokens"
-    if str(args.train_sampling_strategy) not in ("random", "sequential"):
-        grouping = f"train_sampling_strategy={args.train_sampling_strategy!r}"
-        return f"{grouping} groups samples, and rows are all as long; leave it out"
-    return None
+            "virtual ones before them; leave it out",
+        ),
+        (
+            cp_size > 1,
+            f"cp_size={cp_size} is ring attention, which is causal SDPA to all tokens of a row; use sp_size, which "
+            "takes packed rows",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(f"{'packing=True' if args.packing else 'padding_free=True'}: {reason}")
 
 
 def mixed_training_data(trainer: Trainer) -> Any:
     """Return the training set that was given, or the mixture that the arguments describe. Collective."""
     args, given = trainer.args, trainer.train_dataset
-    if args.dataset_mixture is None:
+    if not (described := args.resolved.config.dataset_mixture):
         return given
     if given is not None:
         raise ConfigError(
-            f"dataset_mixture describes the training data, and a train_dataset ({type(given).__name__}) was given as "
-            "well; leave one of them out"
+            f"dataset_mixture (from {args.resolved.source('dataset_mixture').where}) describes the training data, and "
+            f"a train_dataset ({type(given).__name__}) was given as well; leave one of them out"
         )
     update = (
         args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.readers.world_size
     )
-    options: dict[str, Any] = {"seed": _data_seed(args), "samples_per_update": update}
+    is_reordered = str(args.train_sampling_strategy) != "sequential" or asks_for_packing(args) and args.packing
     with args.main_process_first(desc="mixing the training data"):
-        mixture = read_mixture(args.dataset_mixture, trainer.processing_class)
-        if mixture.options.get("schedule"):
-            if str(args.train_sampling_strategy) != "sequential" or asks_for_packing(args) and args.packing:
-                raise ConfigError(
-                    "the schedule of dataset_mixture is an order of the samples, which shuffling and packing change; "
-                    "set train_sampling_strategy='sequential' and packing=False"
-                )
-            if args.max_steps > 0:
-                options["num_samples"] = args.max_steps * update
-        return mix_datasets(mixture.sets, mixture.weights, **{**options, **mixture.options})
+        mixture = read_mixture(described, trainer.processing_class)
+        if mixture.options.get("schedule") and is_reordered:
+            raise ConfigError(
+                "the schedule of dataset_mixture is an order of the samples, which shuffling and packing change; "
+                "set train_sampling_strategy='sequential' and packing=False"
+            )
+        return mixture.mix(seed=_data_seed(args), samples_per_update=update, num_updates=args.max_steps)
 
 
 def _data_seed(args: TrainingArguments) -> int:

@@ -20,6 +20,7 @@ from accel_trainer.errors import ConfigError
 
 VALUES: dict[str, list[Any]] = {
     "fsdp.wrap_classes": [["A"], "A,B"],
+    "dataset_mixture": [{"datasets": [{"path": "facts", "weight": 3}], "schedule": {"10": [1]}}],
     "deepspeed": [{"zero_stage": 2}, "zero2"],
     "launch.main_process_ip": ["10.0.0.1"],
     "launch.log_dir": ["logs"],

@@ -28,6 +28,7 @@ SPECIAL = {
     "activation_checkpointing": st.sampled_from(["off", "full", "selective", "every:3", "ops:aten.mm,aten.addmm"]),
     "activation_offload": st.just(False),  # a compiler contradicts it
     "compile.mode": st.sampled_from(COMPILE_MODES),
+    "dataset_mixture": st.fixed_dictionaries({"datasets": st.just([{"path": "a"}])}, optional={"seed": POSITIVE}),
     "deepspeed": st.dictionaries(TEXTS, JSON_VALUES, max_size=3),
     "fsdp.ignored_modules": st.lists(NAMES, max_size=2).map(tuple),
     "fsdp.wrap_classes": st.lists(NAMES, max_size=3).map(tuple),

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_trainer.data.mixture import plan_mixture
 from accel_trainer.data_loader import load_mixture, mix_datasets
 from accel_trainer.errors import ConfigError
 from tests.number_sets import Numbers, prepare, valid_ids
@@ -22,6 +21,14 @@ from tests.number_sets import Numbers, prepare, valid_ids
 
 def numbers(*ranges: range) -> list[datasets.Dataset]:
     return [datasets.Dataset.from_dict({"id": list(each)}) for each in ranges]
+
+
+def plan(sizes: list[int], weights: Any = None, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Which data set each sample of a mixture of so many samples is of, and its row there."""
+    places = np.array(mix_datasets([range(size) for size in sizes], weights, **options).indices)
+    begins = np.cumsum([0, *sizes[:-1]])
+    sources = np.searchsorted(begins, places, side="right") - 1
+    return sources, places - begins[sources]
 
 
 @settings(max_examples=60, deadline=None)
@@ -34,17 +41,17 @@ def numbers(*ranges: range) -> list[datasets.Dataset]:
 def test_each_set_is_read_through_before_it_starts_over(
     sizes: list[int], weights: list[int], ending: str, seed: int
 ) -> None:
-    plan = plan_mixture(sizes, weights[: len(sizes)], stopping_strategy=ending, seed=seed)
+    sources, places = plan(sizes, weights[: len(sizes)], stopping_strategy=ending, seed=seed)
 
-    counts = Counter(plan.sources.tolist())
+    counts = Counter(sources.tolist())
     for index, size in enumerate(sizes):
-        rows = plan.rows[plan.sources == index].tolist()
+        rows = places[sources == index].tolist()
         for begin in range(0, len(rows) // size * size, size):
             assert sorted(rows[begin : begin + size]) == list(range(size))
         assert len(set(rows[len(rows) // size * size :])) == len(rows) % size
-    last = plan.sources[-1]
+    last = sources[-1]
     full = [counts[index] >= size for index, size in enumerate(sizes)]
-    before = Counter(plan.sources[:-1].tolist())
+    before = Counter(sources[:-1].tolist())
     if ending == "first_exhausted":
         assert counts[last] == sizes[last]
         assert not any(before[index] >= size for index, size in enumerate(sizes))
@@ -55,28 +62,28 @@ def test_each_set_is_read_through_before_it_starts_over(
 
 def test_sets_are_drawn_by_their_weights_and_flatter_with_a_temperature() -> None:
     for temperature, expected in ((1.0, 0.9), (2.0, 0.75), (1e9, 0.5)):
-        plan = plan_mixture([10, 10], [9, 1], temperature, num_samples=20_000)
-        assert np.mean(plan.sources == 0) == pytest.approx(expected, abs=0.01)
-    sizes = plan_mixture([300, 100], num_samples=20_000)
-    assert np.mean(sizes.sources == 0) == pytest.approx(0.75, abs=0.01)
+        sources, _ = plan([10, 10], [9, 1], temperature=temperature, num_samples=20_000)
+        assert np.mean(sources == 0) == pytest.approx(expected, abs=0.01)
+    sources, _ = plan([300, 100], num_samples=20_000)
+    assert np.mean(sources == 0) == pytest.approx(0.75, abs=0.01)
 
 
 def test_a_schedule_changes_the_weights_at_its_updates() -> None:
-    plan = plan_mixture([9, 9, 9], [1, 0, 0], 1.0, {10: [0, 1, 0], 20: [0, 0.5, 0.5]}, 100, num_samples=3000)
+    schedule = {10: [0, 1, 0], 20: [0, 0.5, 0.5]}
+    sources, _ = plan([9, 9, 9], [1, 0, 0], schedule=schedule, samples_per_update=100, num_samples=3000)
 
-    assert set(plan.sources[:1000]) == {0}
-    assert set(plan.sources[1000:2000]) == {1}
-    assert np.mean(plan.sources[2000:] == 2) == pytest.approx(0.5, abs=0.05)
-    assert 0 not in plan.sources[1000:]
+    assert set(sources[:1000]) == {0}
+    assert set(sources[1000:2000]) == {1}
+    assert np.mean(sources[2000:] == 2) == pytest.approx(0.5, abs=0.05)
+    assert 0 not in sources[1000:]
 
 
 def test_a_sample_depends_on_the_seed_and_its_index_alone() -> None:
     asked = ((200_000, 3), (70_000, 3), (70_000, 4))
-    plans = [plan_mixture([50, 70], [1, 2], num_samples=count, seed=seed) for count, seed in asked]
+    plans = [plan([50, 70], [1, 2], num_samples=count, seed=seed) for count, seed in asked]
 
-    assert np.array_equal(plans[0].sources[:70_000], plans[1].sources)
-    assert np.array_equal(plans[0].rows[:70_000], plans[1].rows)
-    assert not np.array_equal(plans[1].sources, plans[2].sources)
+    assert all(np.array_equal(longer[:70_000], shorter) for longer, shorter in zip(plans[0], plans[1], strict=True))
+    assert not np.array_equal(plans[1][0], plans[2][0])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

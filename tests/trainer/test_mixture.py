@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import datasets
 import pytest
 
 from accel_trainer import Trainer
-from accel_trainer.data_loader import mix_datasets
+from accel_trainer.config import resolve
+from accel_trainer.data_loader import load_mixture, mix_datasets
 from accel_trainer.errors import ConfigError
 from tests.trainer_jobs import arguments, build_model
 
@@ -55,6 +57,41 @@ def test_a_schedule_counts_updates_of_the_run(tmp_path: Path):
 
     # Updates of 3 micro-batches of 4 samples.
     assert first_tokens(trainer) == [3] * 24 + [4] * 24
+
+
+HEADS = {"ours": "strategy: single", "accelerate": "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'"}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_the_file_of_a_run_describes_its_data_and_their_schedule(
+    head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write_sets(tmp_path)
+    file = tmp_path / "run.yaml"
+    entries = [f"    - {{path: {tmp_path / name}, weight: {weight}}}" for name, weight in (("a", 1), ("b", 0))]
+    lines = [head, "dataset_mixture:", "  datasets:", *entries, "  schedule:", "    2: [0, 1]"]
+    file.write_text("\n".join(lines))
+    monkeypatch.setenv("ACCEL_TRAINER_LAUNCH", json.dumps({"config_file": str(file)}))  # as `launch --config_file` does
+
+    trainer = build(tmp_path, train_sampling_strategy="sequential", max_steps=4, gradient_accumulation_steps=3)
+
+    assert first_tokens(trainer) == [3] * 24 + [4] * 24
+    in_a_loop = load_mixture(resolve(file=file).config.dataset_mixture, samples_per_update=12, num_samples=48, seed=7)
+    assert list(in_a_loop["input_ids"]) == list(trainer.train_dataset["input_ids"])
+    with pytest.raises(ConfigError, match=r"dataset_mixture \(from .*run.yaml:\d\) describes the training data, and"):
+        build(tmp_path, train_dataset=in_a_loop)
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_a_key_that_is_none_is_named_with_its_line(head: str, tmp_path: Path):
+    (tmp_path / "run.yaml").write_text(f"{head}\ndataset_mixture:\n  datasets: [{{pth: facts}}]\n")
+    message = (
+        r"dataset_mixture at .*run.yaml:\d is .*; expected a mapping with path, .*\[0\] holds the unknown key 'pth'"
+    )
+    with pytest.raises(ConfigError, match=message):
+        resolve(file=tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match=r"is 'nowhere.yaml'; expected a mapping, or a file that is one: config file"):
+        resolve(environ={"ACCEL_TRAINER_DATASET_MIXTURE": "nowhere.yaml"})
 
 
 @pytest.mark.parametrize("changes", [{}, {"train_sampling_strategy": "sequential", "packing": True}])

@@ -17,6 +17,7 @@ _DIRECT = {
     "use_cpu": "use_cpu",
     "debug": "debug",
     "gradient_accumulation_steps": "accumulation.num_steps",
+    "dataset_mixture": "dataset_mixture",  # of ours: accelerate has no data sets
     "dynamo_backend": "compile.backend",  # of old files, which accelerate 1.15 still converts (config_args.py)
     # The options of the launcher have accelerate's names, but for the unit in one of them.
     **{

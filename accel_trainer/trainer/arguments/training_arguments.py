@@ -52,6 +52,7 @@ _OPTIONS = {
     "checkpoint_uri": "checkpoint_uri",
     "compat": "compat",
     "data_seed": "data.data_seed",
+    "dataset_mixture": "dataset_mixture",
     "ddp_broadcast_buffers": "ddp.broadcast_buffers",
     "ddp_bucket_cap_mb": "ddp.bucket_cap_mb",
     "ddp_find_unused_parameters": "ddp.find_unused_parameters",
@@ -221,8 +222,7 @@ class TrainingArguments(transformers.TrainingArguments):
         "shape, as TPUs want.",
     )
     dataset_mixture: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Training data of several data sets by weights: a mapping, or a file that is one."},
+        default=None, metadata={"help": documentation().get("dataset_mixture", "")}
     )
     packing: bool = _argument(
         False,

@@ -55,6 +55,7 @@ SPECIAL = {
     "preemption.signals": "SIGTERM,SIGUSR2",
     "launch.gpu_ids": "0,1",
     "launch.machine_rank": "0",
+    "dataset_mixture": '{"datasets": []}',
     "deepspeed": '{"zero_stage": 3}',
     "data.dispatch_batches": "no",
     "compile.dynamic": "1",
