@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
+from accel_trainer import logging
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.tree import leaves
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
+
+logger = logging.get_logger(__name__)
 
 FILE_NAME = "fingerprints.jsonl"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,13 +54,16 @@ class Fingerprints(TrainerCallback):
         if self._every < 0:
             raise ConfigError(f"fingerprint_every={self._every} is a number of updates: give 1 or more, or 0 for none")
         facts = trainer.accelerator.strategy.capabilities
-        if self._every and facts.builds_engine:
+        if facts.builds_engine:
             raise ConfigError(
                 f"fingerprint_every={self._every} sums gradients and weights by module, which strategy "
                 f"{trainer.accelerator.strategy.name!r} keeps in buffers of its engine; use fsdp2, or leave it out"
             )
+        self._before: dict[int, list[list[Any]]] = {}
+        """Names and sums of updates that an earlier run had done after the checkpoint, on the main process."""
         self._sums: list[tuple[str, Tensor]] = []
         self._hooks: list[Any] = []
+        self._has_repeated = False
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         model = self._trainer.accelerator.unwrap_model(self._trainer.model_wrapped)
@@ -64,10 +71,20 @@ class Fingerprints(TrainerCallback):
             if next(module.parameters(recurse=False), None) is not None:
                 yield name or "the model", module
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read what a run before the checkpoint has written of the updates that come again."""
+        path = Path(args.output_dir) / FILE_NAME
+        if state.is_world_process_zero and state.global_step and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError):  # the last one of a run that was killed
+                    content = json.loads(line)
+                    self._before[content["update"]] = content["sums"]
+            self._before = {update: sums for update, sums in self._before.items() if update > state.global_step}
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the results of modules in an update that is due."""
         self.close()
-        if not self._every or (state.global_step + 1) % self._every:
+        if not self._is_due(state.global_step + 1):
             return
         # A compiled model calls no hooks that come later: its gradients and weights alone are compared then.
         if self._trainer.accelerator.config.compile.backend == "no":
@@ -97,13 +114,35 @@ class Fingerprints(TrainerCallback):
         self.close()
         total = collectives.reduce(values, self._trainer.accelerator.process, "sum").tolist()
         if state.is_world_process_zero:
+            self._compare(update, list(zip(names, total, strict=True)))
             path = Path(args.output_dir) / FILE_NAME
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"update": update, "sums": list(zip(names, total, strict=True))}) + "\n")
 
+    def _compare(self, update: int, sums: list[tuple[str, int]]) -> None:
+        """Say whether an update that was done before comes to the same bits: once, and whenever it does not."""
+        before = self._before.pop(update, None)
+        if before is None:
+            return
+        # From the end: a run that begins asks a forward or two more of its first micro-batch (LossNormalization).
+        number = min(len(sums), len(before))
+        pairs = zip(sums[-number:], map(tuple, before[-number:]), strict=True)
+        part = next((mine for mine, other in pairs if mine != other), None)
+        if part is not None:
+            self._before = {}
+            logger.warning(
+                "update %d is not what it was before the resume: the first difference is the %s. With the same ranks, "
+                "code and data this hardware does not repeat itself; see docs/reliability.md", update, part[0],
+            )  # fmt: skip
+        elif not self._has_repeated:
+            self._has_repeated = True
+            logger.info(
+                "update %d comes to the bits that it had before the resume: this machine repeats itself", update
+            )
+
     def _is_due(self, update: int) -> bool:
-        return bool(self._every) and update % self._every == 0
+        return update % self._every == 0
 
     def close(self) -> None:
         """Take the hooks off the model, and forget the update under way."""

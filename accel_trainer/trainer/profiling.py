@@ -60,10 +60,10 @@ class UpdateProfile(TrainerCallback):
         Raises:
             ConfigError: `profile` is no range of updates, or `profile_ranks` names a rank that there is not.
         """
-        self._updates = read_updates(args.profile) if args.profile else range(0)
+        self._updates = read_updates(args.profile or "")
         self._folder = Path(args.output_dir) / FOLDER
         self._process = process
-        self._is_recorded = bool(self._updates) and _is_asked_for(args.profile_ranks, process)
+        self._is_recorded = _is_asked_for(args.profile_ranks, process)
         self._recording = ExitStack()
         self._is_open = False
 

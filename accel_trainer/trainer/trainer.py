@@ -186,11 +186,14 @@ class Trainer(ResumingMethods, transformers.Trainer):
             # By name: contrib imports the core, and the core nothing of contrib.
             report = importlib.import_module("accel_trainer.contrib.run_report.callback")
             self.run_report = report.RunReport(self)
-            self.add_callback(self.run_report)
-            self.update_profile = UpdateProfile(args, self.accelerator.process)
-            self.add_callback(self.update_profile)
-            self.fingerprints = Fingerprints(self)
-            self.add_callback(self.fingerprints)
+            # As long as a train() lasts: each has a close() for its end, however it comes.
+            self._records: list[Any] = [self.run_report]
+            if args.profile:
+                self._records.append(UpdateProfile(args, self.accelerator.process))
+            if args.fingerprint_every:
+                self._records.append(Fingerprints(self))
+            for record in self._records:
+                self.add_callback(record)
             self._taken_arguments = TakenArguments(self.args)
             if not self.divides_as_upstream:
                 if predicts_first_label(self.model):
@@ -320,9 +323,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
                 return output
         finally:
             self.args.auto_find_batch_size = searches
-            self.run_report.close()
-            self.update_profile.close()
-            self.fingerprints.close()
+            for record in self._records:
+                record.close()
             self.end_decisions(is_failed=is_failed)
             if is_failed:
                 self.is_in_train = False

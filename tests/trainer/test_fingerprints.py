@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import re
 from pathlib import Path
@@ -52,6 +53,39 @@ def _diff(capsys: pytest.CaptureFixture[str], first: Path, second: Path) -> tupl
     capsys.readouterr()
     code = run_report([str(first), str(second), "--diff"])
     return code, capsys.readouterr().out
+
+
+def _resume(folder: str, *, strategy: str, bit: int | None = None) -> str:
+    """Train on behind the second update, where the run has done four before; return what is logged of that."""
+    rank = build_trainer(folder, strategy=strategy).accelerator.process.rank
+    _train(folder, strategy=strategy, save_strategy="steps", save_steps=2, max_steps=4)
+    with (Path(folder) / "fingerprints.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"update": 5, "su' if rank == 0 else "")  # a run that was killed
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("accel_trainer.trainer.fingerprints")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    callbacks = [] if bit is None else [_Flip("model.layers.1.mlp.up_proj", bit, 0)]
+    options = {"max_steps": 4, "fingerprint_every": 1}
+    trainer = build_trainer(folder, strategy=strategy, options={"callbacks": callbacks}, **options)
+    for callback in callbacks:
+        callback.trainer = trainer
+    trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-2"))
+    logger.removeHandler(handler)
+    return "\n".join(messages) if rank == 0 else ""
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_updates_that_come_again_behind_a_checkpoint_say_whether_the_machine_repeats_itself(
+    tmp_path: Path, strategy: str
+):
+    alike = on_ranks(strategy, _resume, str(tmp_path / "alike"))[0]
+    assert re.search("update 3 comes to the bits that it had before the resume: this machine repeats itself", alike)
+    assert alike.count("repeats itself") == 1
+    flipped = on_ranks(strategy, _resume, str(tmp_path / "flipped"), bit=20)[0]
+    assert re.search("update 3 is not what it was .* difference is the forward of model.layers.1.mlp.up_proj.", flipped)
 
 
 def test_20_of_20_flipped_bits_are_found_in_their_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
