@@ -77,7 +77,7 @@ class _SlowAdamW(torch.optim.AdamW):
 
 
 def train(directory: str, slow_rank: int, phase: str, strategy: str, **arguments: Any) -> Any:
-    """Train a rank of a trial; return the figures of its logs and the warnings."""
+    """Train a rank of a trial; return the figures of its logs, the warnings, and the record of all ranks."""
     import logging
 
     from accel_trainer import Trainer, TrainingArguments
@@ -109,11 +109,11 @@ def train(directory: str, slow_rank: int, phase: str, strategy: str, **arguments
     figures = [
         (log.get("perf/slow_rank"), log.get("perf/slow_phase")) for log in trainer.state.log_history if "loss" in log
     ]
-    return figures, warnings
+    return figures, warnings, trainer.run_report.to_plain()["ranks"]
 
 
 def run_trial(slow_rank: int, phase: str, strategy: str = "ddp", world_size: int = 2, **arguments: Any) -> Any:
-    """Return the figures and the warnings of rank 0, which warns for all."""
+    """Return what rank 0 does, which warns for all."""
     with tempfile.TemporaryDirectory() as directory:
         return run_ranks(train, world_size, directory, slow_rank, phase, strategy, timeout=300, **arguments)[0]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -151,6 +152,10 @@ class SlowRanks:
         self._streaks: dict[str, _Streak] = {}
         self._window = torch.zeros(0)
         """Seconds of all ranks, until there are enough, (R, P + 1)."""
+        self._totals = torch.zeros(0)
+        """The same since the beginning."""
+        self._slow: dict[int, Counter[str]] = defaultdict(Counter)
+        """By rank, the windows in which it was slow in a phase."""
         self._seconds = 0.0
         self._updates = 0
         self._is_begun = False
@@ -166,8 +171,9 @@ class SlowRanks:
         Warns of a rank that was slow for long enough. `ranks`: the results of `read` at the same update,
         (R, P + 1).
         """
-        before = self._updates
-        rows = self._window_with(ranks.cpu())
+        before, ranks = self._updates, ranks.cpu()
+        self._totals = ranks if self._totals.shape != ranks.shape else self._totals + ranks
+        rows = self._window_with(ranks)
         if not rows:
             return {}
         seconds, updates = max(row[-1] for row in rows), self._updates - before
@@ -175,12 +181,23 @@ class SlowRanks:
         work = [row[:-1] for row in rows]
         found = find_slow_rank(work)
         is_slow = found.seconds >= _SHARE * seconds
+        if is_slow:
+            self._slow[found.rank][found.phase] += 1
         for phase, column in zip(PHASES, zip(*work, strict=True), strict=True):
             if is_slow and phase == found.phase:
                 self._extend(found, begun_at, updates)
             elif any(column):
                 self._streaks.pop(phase, None)
         return {"perf/slow_rank": found.rank, "perf/slow_phase": found.phase} if is_slow else {}
+
+    def to_plain(self) -> list[dict[str, Any]]:
+        """Return what each rank has done until the last log: seconds by phase and of waiting, and where it was slow."""
+        plain = []
+        for rank, (*work, total) in enumerate(self._totals.tolist()):
+            seconds = {phase: round(each, 2) for phase, each in zip(PHASES, work, strict=True)}
+            waits = round(max(total - sum(work), 0.0), 2)
+            plain.append({"seconds": {**seconds, "waits": waits}, "slow_windows": dict(self._slow[rank])})
+        return plain
 
     def _window_with(self, ranks: Tensor) -> list[list[float]]:
         """Return the seconds of all ranks in the window that ends here; empty where none does."""

@@ -57,6 +57,17 @@ def test_a_rank_is_warned_of_after_three_windows_and_once(watch, caplog):
     ]
 
 
+def test_what_each_rank_has_done_since_the_beginning_is_kept(watch):
+    for _ in range(3):
+        _judge(watch, _FAST, _SLOW)
+    fast, slow = watch.to_plain()
+    assert fast["seconds"]["forward"] == slow["seconds"]["forward"] == pytest.approx(9)
+    assert slow["seconds"]["save"] == pytest.approx(12)
+    for rank in (fast, slow):  # of 30 s each
+        assert sum(rank["seconds"].values()) == pytest.approx(30, abs=0.1)
+    assert (fast["slow_windows"], slow["slow_windows"]) == ({}, {"save": 2})  # the first window is the start's
+
+
 def test_another_rank_or_a_fast_window_between_ends_a_streak(watch, caplog):
     for rows in 3 * [(_FAST, _SLOW), (_FAST, _SLOW), (_SLOW, _FAST), (_SLOW, _SLOW)]:
         _judge(watch, *rows)
@@ -87,9 +98,12 @@ def test_a_run_that_goes_back_to_a_checkpoint_begins_a_new_window(watch):
 # `make test-slow-ranks` tries every phase.
 @pytest.mark.parametrize(("rank", "phase", "strategy"), [(1, "optimizer", "fsdp2"), beyond((0, "backward", "ddp"))])
 def test_a_rank_that_sleeps_is_named_with_its_phase(rank: int, phase: str, strategy: str):
-    figures, warnings = run_trial(rank, phase, strategy)
+    figures, warnings, ranks = run_trial(rank, phase, strategy)
     assert [text.partition(":")[0] for text in warnings] == [f"rank {rank} is slow in {phase}"]
     assert figures[1:4] == [(rank, phase)] * 3
+    assert [each["slow_windows"].get(phase, 0) >= 3 for each in ranks] == [rank == 0, rank == 1]
+    assert ranks[rank]["seconds"][phase] > ranks[1 - rank]["seconds"][phase] + 4  # of 41 times 0.2 s
+    assert ranks[1 - rank]["seconds"]["waits"] > 4
 
 
 def test_ranks_that_are_all_as_slow_are_no_alarm():

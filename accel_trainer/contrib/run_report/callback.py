@@ -155,8 +155,9 @@ class RunReport(RunObserver):
         seconds = trainer.run_clock.split(trainer.run_checkpoints.metrics.stalled_seconds, self._waited_seconds())
         updates = trainer.state.global_step - self._begun_at
         work = max(self._work_seconds(), 1e-9)
-        own_peak = peak_memory(trainer.accelerator.device)
+        own_peak, slow_ranks = peak_memory(trainer.accelerator.device), trainer.accelerator.slow_ranks
         return {
+            "ranks": [] if slow_ranks is None else slow_ranks.to_plain(),
             "name": self.name,
             "setup": self._setup,
             "options": [(name, value, source.where, is_set) for name, value, source, is_set in self._options],

@@ -35,6 +35,7 @@ from accel_trainer.launch.cli import command_parser
 
 _ABSENT = "\u2013"
 _MAX_METRIC_CHARTS = 8
+_MAX_RANKS = 64
 
 # Colours: Okabe and Ito's, which people with any colour vision tell apart; lighter ones of the same hues on dark.
 _STYLE = """
@@ -106,6 +107,7 @@ def build_page(runs: Sequence[RecordedRun]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     is_one, setups = len(runs) == 1, [dict(run.setup) for run in runs]
     body = [_head(runs, title), _tiles(runs[0]) if is_one else "", _charts(runs), _time(runs)]
+    body += [_ranks(runs[0])] if is_one else []
     body += [] if is_one else [_by_label("Final figures", "figure", runs, [_figure_rows(run) for run in runs])]
     body += [_by_label("Run", "", runs, setups), "" if is_one else _differences(runs), _configuration(runs)]
     # "<" would let a name that holds "</script>" end the element.
@@ -312,6 +314,25 @@ def _share(run: RecordedRun, name: str) -> str:
     if value is None:
         return '<span class="soft">not measured</span>'
     return escape(describe_seconds(value)) + (f" · {100 * value / total:.1f}%" if name != "total" and total else "")
+
+
+def _ranks(run: RecordedRun) -> str:
+    """Return a section with a row for each rank: those that others have waited for come first, then in their order."""
+    if not run.ranks:
+        return ""
+    order = sorted(range(len(run.ranks)), key=lambda rank: -sum(run.ranks[rank]["slow_windows"].values()))
+    phases = [name for name in run.ranks[0]["seconds"] if any(rank["seconds"][name] for rank in run.ranks)]
+    rows = []
+    for rank in order[:_MAX_RANKS]:
+        seconds, windows = run.ranks[rank]["seconds"], run.ranks[rank]["slow_windows"]
+        slow = ", ".join(f"{phase} ({count})" for phase, count in windows.items()) or _ABSENT
+        rows.append((str(rank), *(escape(describe_seconds(seconds[name])) for name in phases), escape(slow)))
+    rest = f" {len(order) - _MAX_RANKS} more are left out." if len(order) > _MAX_RANKS else ""
+    note = (
+        '<p class="note">Seconds of the work of each rank, and of its waiting for others. A rank is slow in a phase '
+        f"where the others have waited for it for a tenth of the time between two logs (how often).{rest}</p>"
+    )
+    return _section("Ranks", _table(["rank", *phases, "slow in"], rows) + note)
 
 
 def _by_label(heading: str, first: str, runs: Sequence[RecordedRun], columns: Sequence[Mapping[str, str]]) -> str:

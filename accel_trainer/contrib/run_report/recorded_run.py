@@ -54,6 +54,8 @@ class RecordedRun:
     figures: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float | None] = field(default_factory=dict)
     """By phase, and in all; None for a phase that was not measured."""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """Of several: each rank's seconds by phase, and windows in which it was the slow one, as `SlowRanks.to_plain`."""
 
     def to_plain(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -80,6 +82,7 @@ def build_run(name: str, state: Mapping[str, Any], record: Mapping[str, Any], ke
         setup=[(label, text) for label, text in record.get("setup", ())],
         options={name: Option(value, source, is_set) for name, value, source, is_set in record.get("options", ())},
         seconds=dict(record.get("seconds", {})),
+        ranks=list(record.get("ranks", ())),
     )
     for entry in history:
         for key, value in entry.items():

@@ -44,6 +44,10 @@ def recorded(name: str = "digits", *, rate: float = 1e-3, updates: int = 200) ->
         ],
         "points": [[step, 100.0 + step, 2**28] for step in range(10, updates + 1, 10)],
         "seconds": seconds,
+        "ranks": [
+            {"seconds": {"data": 1.0, "forward": 4.0, "save": 0.0, "waits": 5.0}, "slow_windows": {}},
+            {"seconds": {"data": 6.0, "forward": 4.0, "save": 0.0, "waits": 0.0}, "slow_windows": {"data": 3}},
+        ],
         "figures": {"samples_per_second": 100.0, "tokens_per_second": None, "peak_memory_bytes": [2**28, 2**29]},
     }
     state = {"log_history": history, "global_step": updates, "max_steps": updates}
@@ -86,6 +90,18 @@ def test_a_page_holds_the_curves_the_figures_and_who_set_what():
     assert "not measured" in page
     assert "512.0 MiB" in page
     assert "eval_runtime" not in page.replace("&quot;", "").split("<script")[0]
+
+
+def test_a_page_says_which_rank_the_others_have_waited_for():
+    page = build_page([recorded()])
+    (_, section) = page.split("<h2>Ranks</h2>")
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)", row) for row in section.partition("</table>")[0].split("<tr>")[1:]]
+    assert rows == [
+        ["rank", "data", "forward", "waits", "slow in"],
+        ["1", "6 s", "4 s", "0 s", "data (3)"],
+        ["0", "1 s", "4 s", "5 s", "\u2013"],
+    ]
+    assert "<h2>Ranks</h2>" not in build_page([recorded(), recorded("second")])
 
 
 @pytest.mark.parametrize("runs", [[recorded()], [recorded(), recorded("second", rate=2e-3)]], ids=["one", "two"])
