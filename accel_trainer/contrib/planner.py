@@ -203,8 +203,11 @@ def plan_layout(
 
 
 def _as_on_cpu(mixed_precision: str) -> str:
-    """Return the precision to plan by: fp16 has the sizes of bf16, which a CPU trains in, too."""
-    return MixedPrecision.BF16 if mixed_precision == MixedPrecision.FP16 else mixed_precision
+    """Return the precision to plan by: a CPU trains in bf16, whose sizes fp16 has.
+
+    So has fp8 but for what FSDP gathers, which is half of it at best: torchao's layers keep their inputs in bf16.
+    """
+    return MixedPrecision.BF16 if mixed_precision in (MixedPrecision.FP16, MixedPrecision.FP8) else mixed_precision
 
 
 def _strategy_of(resolved: Resolved, num_processes: int) -> str:

@@ -13,9 +13,10 @@ from accel_trainer.config.config_source import MAX_BYTES
 from accel_trainer.errors import ConfigError
 
 NAMES = (
-    "accelerate_fsdp_bert", "ddp", "fsdp_config_flat", "full_shard", "full_shard_bf16", "full_shard_offload",
-    "hybrid_shard", "shard_grad_op", "zero1", "zero2", "zero2_offload_optimizer", "zero3", "zero3_offload",
-    "zero3_offload_nvme",
+    "accelerate_fsdp_bert", "context_parallel", "ddp", "expert_parallel", "fp8", "fsdp_config_flat", "full_shard",
+    "full_shard_bf16", "full_shard_offload", "hybrid_shard", "preemption", "qlora", "sequence_parallel",
+    "shard_grad_op", "slurm", "tensor_parallel", "zero1", "zero2", "zero2_offload", "zero2_offload_optimizer", "zero3",
+    "zero3_offload", "zero3_offload_nvme",
 )  # fmt: skip
 
 
