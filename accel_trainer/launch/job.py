@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from accel_trainer.config import LaunchConfig, Resolved, Source, SourceKind, read_file, resolve
+from accel_trainer.config import LaunchConfig, Resolved, RunConfig, Source, SourceKind, read_file, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE, PRECISION_VARIABLE
 from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.config.validation import UNUSED_UNDER, show_plain
@@ -383,13 +383,18 @@ def worker_environment(
     elif num_local > 1:
         # N ranks with a full thread pool each run slower than one.
         variables.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // num_local)))
-    grace = resolved.config.preemption.grace_seconds
+    return _interface_variables(launch, interface) | _agent_variables(resolved.config) | variables
+
+
+def _agent_variables(config: RunConfig) -> dict[str, str]:
+    """Return the variables by which torch's agent, and what it starts, is told of our options."""
+    grace, launch, found = config.preemption.grace_seconds, config.launch, {}
     if grace is not None:
-        variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace)))
+        found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace))
     if launch.num_machines > 1 and launch.rdzv_backend == "c10d":
         # torch's agent (2.15, dynamic_rendezvous.py) keeps the address of the first round's rank 0 for all rounds.
-        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return _interface_variables(launch, interface) | variables
+        found["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return found
 
 
 def _decisions(environ: Mapping[str, str], resolved: Resolved, launch_text: str) -> dict[str, str]:

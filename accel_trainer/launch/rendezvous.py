@@ -65,6 +65,10 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
                 "where no machine learns that another restarts its workers; set rdzv_backend to c10d"
             )
         return BoundRendezvous(address, port, launch.machine_rank, launch.num_machines, settings)
+    return _rendezvous_of_torch(launch, address, port, settings)
+
+
+def _rendezvous_of_torch(launch: LaunchConfig, address: str, port: int, settings: dict[str, str]) -> RendezvousHandler:
     run_id = settings.pop("rdzv_id", "accel_trainer")
     if launch.rdzv_backend == "c10d":
         settings.setdefault("is_host", str(hosts_store(launch)))
@@ -73,7 +77,7 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
     if fewest < most:
         settings = _ELASTIC_SETTINGS | settings
     # The ranks' store is at the address of one machine, whose own name others may not know.
-    own = None if is_alone else local_address(address)
+    own = None if launch.num_machines == 1 else local_address(address)
     try:
         return get_rendezvous_handler(
             RendezvousParameters(launch.rdzv_backend, endpoint, run_id, fewest, most, local_addr=own, **settings)

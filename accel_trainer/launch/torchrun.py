@@ -302,6 +302,11 @@ class _Agent(LocalElasticAgent):
         failure = self.failure_elsewhere()
         if failure is None or result.state != WorkerState.HEALTHY:
             return result
+        self._follow(failure)
+        return RunResult(state=WorkerState.FAILED)
+
+    def _follow(self, failure: MachineFailure) -> None:
+        """Say what happened on another machine, and end the workers that would wait for those there."""
         if not failure.may_come_back:
             end_restarts(self)  # the job has ended there
         elif failure == lost(failure.machine):
@@ -311,7 +316,6 @@ class _Agent(LocalElasticAgent):
             self._send(signal.SIGKILL)
         place = "on those that are left" if self._comes_and_goes else "once a machine has taken its place"
         _report_machine(failure, place if remaining_restarts(self) > 0 else "")
-        return RunResult(state=WorkerState.FAILED)
 
     def _takes_in(self, worker_group: Any) -> bool:
         """Whether a machine has come that waited to take part: the workers have saved, and were started with its own.

@@ -92,17 +92,10 @@ class LossNormalization:
 
     def weigh(self, trainer: Trainer, loss: Tensor, *, has_items: bool) -> Tensor:
         """Return the loss of a micro-batch, as its part of the mean over the update."""
-        reader = trainer._reader
+        reader, kind = trainer._reader, self.kind
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such attribute
-        if trainer.divides_as_upstream:  # by the rules of transformers 5.23 (trainer.py:2102)
-            if is_scaled is None:
-                is_scaled = trainer.model_accepts_loss_kwargs and has_items or trainer.compute_loss_func is not None
-            loss = loss if is_scaled else loss / trainer.current_gradient_accumulation_steps
-            if reader is None:
-                return loss
-            # Only where `even_batches` is off: a rank without samples counts none.
-            return reader.weigh(loss, LossKind.BY_ITEMS, has_items=False, over_ranks=False, shifts_labels=False)
-        kind = self.kind
+        if trainer.divides_as_upstream:
+            return _divided_as_upstream(trainer, loss, is_scaled, has_items=has_items)
         if kind is None:
             return loss  # the update has one micro-batch, on one process
         if is_scaled is not None:
@@ -278,6 +271,17 @@ class _FirstBatch:
         with _leaving_no_trace(self._model):
             self._streams.put_back()
             return self.compute_loss(self._model, copy.copy(self._inputs), num_items, factor=factor)
+
+
+def _divided_as_upstream(trainer: Trainer, loss: Tensor, is_scaled: bool | None, *, has_items: bool) -> Tensor:
+    """Return the loss of a micro-batch by the rules of transformers 5.23 (trainer.py:2102)."""
+    if is_scaled is None:
+        is_scaled = trainer.model_accepts_loss_kwargs and has_items or trainer.compute_loss_func is not None
+    loss = loss if is_scaled else loss / trainer.current_gradient_accumulation_steps
+    if trainer._reader is None:
+        return loss
+    # Only where `even_batches` is off: a rank without samples counts none.
+    return trainer._reader.weigh(loss, LossKind.BY_ITEMS, has_items=False, over_ranks=False, shifts_labels=False)
 
 
 def smoothing_chunks(trainer: Trainer, model: nn.Module) -> AbstractContextManager[None]:
