@@ -18,7 +18,7 @@ from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from tests.cells import beyond
 from tests.ranks import RankFailure, preload, run_ranks
 from tests.strategy_configs import marked
-from tests.trainer_jobs import arguments, build_model
+from tests.trainer_jobs import MULTIPLIES_COPIES, arguments, build_model
 
 preload("transformers.trainer", "transformers.models.llama.modeling_llama", "accel_trainer.trainer.trainer")
 
@@ -116,6 +116,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_an_update_on_packed_rows_is_that_of_the_documents_alone(name: str, tmp_path: Path):
     # All documents are in one update: with 15 rows and micro-batches of 2, windows end with a short one, or none.
     world_size, options = LAYOUTS[name]
+    if name == "sp" and MULTIPLIES_COPIES:
+        pytest.skip("this release of transformers is refused with sp_size")
     runs = run_ranks(train, world_size, str(tmp_path), timeout=150, gradient_accumulation_steps=20, **options)
 
     loss, norm, weights = alone(options.get("packing_strategy", "bfd"))
@@ -215,6 +217,7 @@ def ring(directory: str) -> None:
     build(directory, parallelism_config={"cp_size": 2})
 
 
+@pytest.mark.skipif(MULTIPLIES_COPIES, reason="this release of transformers is refused with cp_size")
 def test_ring_attention_is_refused_by_name(tmp_path: Path):
     with pytest.raises(RankFailure, match=r"cp_size=2 is ring attention.*use sp_size, which takes packed rows"):
         run_ranks(ring, 2, str(tmp_path))

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from tests.attention_kernels import register_attention_kernels
 from tests.ranks import RankFailure, preload, run_ranks
 from tests.stand_in import ALONE
+from tests.trainer_jobs import MULTIPLIES_COPIES
 
 pytestmark = pytest.mark.beside_accelerate
 
@@ -95,7 +95,7 @@ def test_a_run_on_a_mesh_is_that_of_one_process(name: str, alone: tuple[dict[str
     world_size = (2 if LAYOUTS[name] else 1) * LAYOUTS[name].get("dp_shard_size", 1)
     options: dict[str, Any] = {} if LAYOUTS[name] else {"fsdp": "full_shard", "fsdp_config": {}, "env": ALONE}
     resume = f"{directory}/checkpoint-2"
-    if "sp_size" in LAYOUTS[name] and "get_tp_size" not in transformers.Trainer.compute_loss.__code__.co_names:  # 5.17
+    if "sp_size" in LAYOUTS[name] and MULTIPLIES_COPIES:
         with pytest.raises(RankFailure, match="multiplies losses by the number of processes, also of those that share"):
             run_ranks(both, world_size, str(tmp_path / "run"), LAYOUTS[name], resume, timeout=150)
         return
