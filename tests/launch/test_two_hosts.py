@@ -14,16 +14,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+import torch
 
 from accel_trainer.launch import rendezvous
 from accel_trainer.launch.machine import find_interface
-from tests.launches import run_command
+from tests.launches import launch, run_command
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.launch.job", "accel_trainer.launch.torchrun", "tests.launches")
@@ -72,6 +73,53 @@ if world == '2':
 if number != '2':
     time.sleep(100)
 """
+TRAIN = """
+import os, time
+from pathlib import Path
+import torch
+from transformers import TrainerCallback
+from accel_trainer import Trainer, TrainingArguments
+
+folder = Path(__file__).parent
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 1).double()
+
+    def forward(self, x, labels=None):
+        logits = self.layer(x).squeeze(-1)
+        return {'loss': torch.nn.functional.mse_loss(logits, labels), 'logits': logits}
+
+class Pace(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if 'ACCEL_TRAINER_ATTEMPT' in os.environ:
+            time.sleep(0.2)
+        if os.environ['WORLD_SIZE'] == '2' and state.global_step > 30:
+            (folder / ('started' + os.environ['RANK'])).touch()
+
+rows = torch.randn(40, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+data = [{'x': row[:4], 'labels': row[4]} for row in rows]
+args = TrainingArguments(
+    str(folder / 'out'), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=60, save_steps=1,
+    save_total_limit=2, report_to=[], use_cpu=True, learning_rate=0.05, disable_tqdm=True, logging_strategy='no',
+)
+trainer = Trainer(Model(), args, train_dataset=data, callbacks=[Pace()])
+trainer.train()
+if trainer.is_world_process_zero():
+    torch.save(trainer.model.state_dict(), folder / 'end.pt')
+    print('ended on', os.environ['WORLD_SIZE'], flush=True)
+"""
+
+OUTSIDE = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+    "TORCHELASTIC_USE_AGENT_STORE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
+)  # fmt: skip
+"""Variables of these tests that are none of a machine's."""
+COMING_AND_GOING = (
+    "--rdzv_backend c10d --num_machines 1:2 --num_processes 1:2 --max_restarts 1 --rdzv_conf last_call_timeout=1"
+)
 
 # For a user 10 and 12; a test would do nothing in them but wait.
 NOTICE_SECONDS, LOST_SECONDS = 1, 6
@@ -105,7 +153,7 @@ JOBS = {
     "launcher 1 of c10d is killed": Job(SLEEP, "--rdzv_backend c10d", killed=1),
     "a machine comes and goes": Job(
         COME_AND_GO,
-        "--rdzv_backend c10d --num_machines 1:2 --num_processes 1:2 --max_restarts 1 --rdzv_conf last_call_timeout=1",
+        COMING_AND_GOING,
         delays=(0.0, 5.0),
         killed=1,
     ),
@@ -207,12 +255,12 @@ class Running:
         }
 
 
-def run_jobs(folder: str, machines: list[str]) -> dict[str, dict[int, End]]:
+def run_jobs(folder: str, machines: list[str], jobs: Mapping[str, Job] = JOBS) -> dict[str, dict[int, End]]:
     deadline = time.monotonic() + 90
     rendezvous._NOTICE_SECONDS, rendezvous._LOST_SECONDS = NOTICE_SECONDS, LOST_SECONDS
     running = {
         name: Running(Path(folder, str(index)), job, 29_600 + index, machines)
-        for index, (name, job) in enumerate(JOBS.items())
+        for index, (name, job) in enumerate(jobs.items())
     }
     try:
         while sum(job.look() for job in running.values()) and time.monotonic() < deadline:
@@ -227,9 +275,7 @@ def run_jobs(folder: str, machines: list[str]) -> dict[str, dict[int, End]]:
 def ends(machines: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, End]]:
     """How the launchers of each job have ended, by machine."""
     folder = tmp_path_factory.mktemp("jobs")
-    outside = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    unset = (*outside, "TORCHELASTIC_USE_AGENT_STORE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    env: dict[str, str | None] = {**dict.fromkeys(unset), "HF_HOME": str(folder)}
+    env = {**dict.fromkeys(OUTSIDE), "HF_HOME": str(folder)}
     [results] = run_ranks(run_jobs, 1, str(folder), machines, env=env, timeout=110)
     return dict(results)
 
@@ -301,6 +347,26 @@ def test_a_job_goes_on_with_a_machine_that_comes_and_without_one_that_goes(ends:
     lines = [f"rank 0 of {world} again {again} job {name}" for again, world in enumerate((1, 2, 1))]
     assert [line for line in job[0].text.splitlines() if line.startswith("rank ")] == lines
     assert f"rank 1 of 2 again 1 job {name}\n" in job[1].text
+
+
+@pytest.mark.cell
+def test_a_trainer_ends_with_the_weights_of_a_run_whose_machines_stay(machines: list[str], tmp_path: Path) -> None:
+    job = {"train": Job(TRAIN, COMING_AND_GOING, delays=(0.0, 8.0), killed=1)}
+    env = {**dict.fromkeys(OUTSIDE), "HF_HOME": str(tmp_path)}
+    [results] = run_ranks(run_jobs, 1, str(tmp_path), machines, job, env=env, timeout=110)
+    here = results["train"][0]
+    assert here.code == 0, here.text
+    for text in ("a machine has come", "started again, 1 time(s)", "started again, 2 time(s)", "\nended on 1\n"):
+        assert text in here.text
+    assert "1 of 2 processes are left: an update has 8 samples as before = 2 x 4 x 1" in here.text
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "train.py").write_text(TRAIN)
+    code, output = launch(tmp_path, "--cpu", "--num_processes", "2", str(tmp_path / "whole" / "train.py"))
+    assert code == 0, output
+    assert "\nended on 2\n" in output
+    found, expected = (torch.load(tmp_path / name / "end.pt") for name in ("0", "whole"))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
 def test_the_interface_is_the_one_that_reaches_the_main_machine(machines: list[str]) -> None:
