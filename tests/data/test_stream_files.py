@@ -16,6 +16,7 @@ import datasets
 import fsspec
 import pytest
 
+from tests.cells import crossed
 from tests.data import test_stream_states as states
 
 SIZES = (23, 3, 17, 31, 16)
@@ -70,8 +71,7 @@ def stream_of(kind: str, places: dict[str, str]) -> Any:
     return stream.map(states.count_row)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("kind", "workers"), crossed(KINDS, [0, 2]))
 def test_files_of_a_kind_go_on_at_their_shard_and_row(
     kind: str, workers: int, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
