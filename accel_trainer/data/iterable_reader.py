@@ -7,6 +7,8 @@ its own, and each rank reads some of them (`ShardedStream`).
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,9 +24,12 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding, g
 from accel_trainer.data.packing import PackedStream
 from accel_trainer.data.plan import BatchRows, mix_seed, seed_for_epoch
 from accel_trainer.data.randomness import PrivateStreams, StepStreams
+from accel_trainer.logging import get_logger
 from accel_trainer.runtime.rng import stream_index
 from accel_trainer.runtime.torch_private import AsWorker
 from accel_trainer.tree import map_leaves
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,12 +321,37 @@ class ShardedStream(_EpochStream):
             yield Step([], None, ends_reader=True, is_step=False, ends_lane=True)
 
 
+_NODES = ("BufferShuffledExamplesIterable", "_BaseExamplesIterable")
+
+
+@functools.cache
+def _missing_nodes() -> tuple[str, ...]:
+    """Return the private names of `datasets`, of those that streams are known by here, that this release lacks."""
+    module: Any = importlib.import_module("datasets.iterable_dataset")
+    missing = tuple(name for name in _NODES if not hasattr(module, name))
+    if missing:
+        logger.warning(
+            f"datasets {importlib.import_module('datasets').__version__} has no {' and no '.join(missing)}, by which "
+            "the steps of a stream are known: each process reads all of it, and a resume reads it again up to where it "
+            "goes on; datasets 3.6 to 5.2 have them"
+        )
+    return missing
+
+
+def _is_unknown(dataset: Any) -> bool:
+    """Whether a stream is of a release of `datasets` whose steps cannot be looked at."""
+    is_of_datasets = any(kind.__module__ == "datasets.iterable_dataset" for kind in type(dataset).__mro__)
+    return is_of_datasets and (bool(_missing_nodes()) or not hasattr(dataset, "_ex_iterable"))
+
+
 # Steps of `datasets` that sharding changes: they take, skip or interleave other samples then, or all in each shard.
 _UNSHARDABLE = ("Cycling", "HorizontallyConcatenated", "RandomlyCycling", "Skip", "Step", "Take")
 
 
 def num_shards_of(dataset: Any) -> int:
     """Return the number of shards for `shard(num_shards, index)`; 0 where those of `datasets` yield other samples."""
+    if _is_unknown(dataset):
+        return 0
     count = getattr(dataset, "num_shards", 0)
     for node in _nodes_of(dataset):
         if type(node).__name__.startswith(_UNSHARDABLE) or getattr(node, "drop_last_batch", False):
@@ -367,7 +397,8 @@ def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
 
 def can_resume_itself(dataset: Any) -> bool:
     """Return whether a stream goes on exactly at its state: shuffle buffers of `datasets` lose their rows."""
-    if not all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")):
+    has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+    if not has_state or _is_unknown(dataset):
         return False
     if isinstance(dataset, PackedStream):
         return can_resume_itself(dataset.dataset)
@@ -382,7 +413,7 @@ def made_resumable(dataset: Any) -> Any:
             dataset = copy.copy(dataset)
             dataset.dataset = inner
         return dataset
-    if any(type(node).__name__ == "BufferShuffledExamplesIterable" for node in _nodes_of(dataset)):
+    if any(type(node).__name__ == _NODES[0] for node in _nodes_of(dataset)) and not _is_unknown(dataset):
         from accel_trainer.data.shuffle_buffer import with_window_shuffles
 
         return with_window_shuffles(dataset)

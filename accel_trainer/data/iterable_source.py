@@ -354,8 +354,7 @@ class _LaneStates:
 
     @classmethod
     def read(cls, state: Any) -> _LaneStates | None:
-        is_ours = isinstance(state, Mapping) and state.keys() == {field.name for field in fields(cls)}
-        return cls(**state) if is_ours else None
+        return cls(**state) if isinstance(state, Mapping) and state.keys() == _LANE_KEYS else None
 
     def of(self, part: int) -> _LaneStates:
         """Return those of one part."""
@@ -387,6 +386,9 @@ class _LaneStates:
         worker, part = divmod(step.lane, self.parts)
         turns[part] = (worker + 1) % max(1, self.workers)
         return {"parts": self.parts, "workers": self.workers, "turns": turns, "lanes": lanes}
+
+
+_LANE_KEYS = {field.name for field in fields(_LaneStates)}
 
 
 def _last_marked(items: Iterator[Any], num_readers: int) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data import PreparedDataLoader, prepare_data_loader
+from accel_trainer.data import PreparedDataLoader, iterable_reader, prepare_data_loader
 from accel_trainer.data.packing import STRATEGIES, pack_dataset
 from accel_trainer.data.shuffle_buffer import with_window_shuffles
 from accel_trainer.errors import IncompatibleCheckpointError
@@ -199,6 +199,25 @@ def test_a_shuffle_buffer_gives_each_row_once_and_none_early(buffer_size: int, b
 
     assert sorted(ids) == list(range(SAMPLES))
     assert ids == [row["id"] for row in with_window_shuffles(stream)]
+
+
+def test_a_release_of_datasets_without_its_private_nodes_is_named_once_and_read_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = list(steps(loaders_of("plain", 1, 0), 1))
+    monkeypatch.setattr(iterable_reader, "_NODES", (iterable_reader._NODES[0], "_GoneIterable"))
+    iterable_reader._missing_nodes.cache_clear()
+    try:
+        head, state = stop(loaders_of("plain", 1, 0), 4)
+        num_read.zero_()
+        assert [*head, *go_on(loaders_of("plain", 1, 0), state, 1)] == whole
+        assert int(num_read) == SAMPLES
+        assert iterable_reader.num_shards_of(counted()) == 0
+        assert iterable_reader.made_resumable(stream := KINDS["shuffled"]()) is stream
+    finally:
+        iterable_reader._missing_nodes.cache_clear()
+    (said,) = (text for text in caplog.messages if "_GoneIterable" in text)
+    assert "has no _GoneIterable, by which the steps of a stream are known: each process reads all of it" in said
 
 
 # --- shards of each rank -------------------------------------------------------------------------------------------
