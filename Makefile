@@ -110,7 +110,7 @@ test-faults: $(VENV)/.installed ## one rank of two fails, is killed, stopped, ..
 	$(BIN)/python -m tests.fault_matrix $(FAULT_ARGS)
 
 .PHONY: test-losses
-test-losses: $(VENV)/.installed ## one of four ranks is killed, and the others go on; at random times: LOSS_ARGS="--random 200"
+test-losses: $(VENV)/.installed ## one of four ranks is killed, and the others go on; at random times, and others return: LOSS_ARGS="--random 200 --returns"
 	$(BIN)/python -m tests.loss_matrix $(LOSS_ARGS)
 
 .PHONY: test-families

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib
 import importlib.util
@@ -25,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +99,7 @@ def run_ranks(
     timeout: float = 60,
     grace_seconds: float = GRACE_SECONDS,
     outlives: bool = False,
+    replaces: int = 0,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `function(*args, **kwargs)` on every rank of a job of `world_size` processes and return the results by rank.
@@ -114,6 +116,8 @@ def run_ranks(
         grace_seconds: the same, after one has failed.
         outlives: be a launcher with `--on_rank_loss continue`: where the ranks can go on without one that was killed,
             they do, and its result is None.
+        replaces: be one with `--on_rank_loss replace` for so many processes, each in the place of a killed one, whose
+            result is that rank's.
 
     Raises:
         RankFailure: names every rank that raised, died or hung.
@@ -135,8 +139,11 @@ def run_ranks(
                 stack_path = str(Path(folder, f"{index}.txt"))
                 call = _Call(locate(function), payload, environ, os.getcwd(), stack_path, timeout + 30)
                 ranks.append(_start(context, index, call))
-            notice = _build_notice(agent_store) if outlives else None
-            return _collect(ranks, time.monotonic() + timeout, timeout, grace_seconds, notice)
+            outlived = None
+            if outlives or replaces:
+                start = functools.partial(_start_anew, context, [rank.call for rank in ranks])
+                outlived = _Outlived(_build_notice(agent_store, world_size), replaces, start)
+            return _collect(ranks, time.monotonic() + timeout, timeout, grace_seconds, outlived)
         finally:
             for rank in ranks:
                 rank.kill()
@@ -172,6 +179,7 @@ class _Rank:
     process: Any
     pipe: connection.Connection
     stack_path: str
+    call: _Call
     result: Any = None
     failure: str | None = None
     is_done: bool = field(default=False)
@@ -236,10 +244,38 @@ def start_fork_server() -> Any:
     return context
 
 
-def _build_notice(store: Any) -> LossNotice:
+def _build_notice(store: Any, world_size: int) -> LossNotice:
     from accel_trainer.runtime.rank_loss import LossNotice  # which imports torch
 
-    return LossNotice(store)
+    return LossNotice(store, world_size)
+
+
+@dataclass
+class _Outlived:
+    """What a launcher does where ranks are killed and the others go on."""
+
+    notice: LossNotice
+    num_replacements: int
+    start: Callable[[int, dict[str, str]], _Rank]
+
+    def replace(self, ranks: list[_Rank], dead: _Rank) -> bool:
+        """Let the others go on without a rank, and start another in its place if there are any left; else False."""
+        if not self.notice.forget(dead.index):
+            others = [each.index for each in ranks if not each.is_done and self.notice.is_member(each.index)]
+            if (dead.process.exitcode or 0) >= 0 or not others or self.notice.why_not(others):
+                return False
+            self.notice.tell(dead.index)
+        dead.failure = None
+        others = [each.index for each in ranks if not each.is_done and self.notice.is_member(each.index)]
+        is_wanted = others and self.notice.num_replaced < self.num_replacements
+        if is_wanted and not self.notice.why_not_replaced(others):
+            ranks.append(self.start(dead.index, self.notice.replace(dead.index)))
+        return True
+
+
+def _start_anew(context: Any, calls: list[_Call], index: int, variables: dict[str, str]) -> _Rank:
+    call = replace(calls[index], environ=calls[index].environ | variables, stack_path=calls[index].stack_path + "+")
+    return _start(context, index, call)
 
 
 @contextlib.contextmanager
@@ -288,11 +324,11 @@ def _start(context: Any, index: int, call: _Call) -> _Rank:
     process = context.Process(target=_rank_main, args=(sender, call), name=f"rank-{index}")
     process.start()
     sender.close()
-    return _Rank(index, process, receiver, call.stack_path)
+    return _Rank(index, process, receiver, call.stack_path, call)
 
 
 def _collect(
-    ranks: list[_Rank], deadline: float, timeout: float, grace_seconds: float, notice: LossNotice | None
+    ranks: list[_Rank], deadline: float, timeout: float, grace_seconds: float, outlived: _Outlived | None
 ) -> list[Any]:
     """Wait for every answer; after the first failure or at the deadline, end what still runs."""
     reason = f"had not finished after {timeout:g} s and was killed; it was here:"
@@ -304,18 +340,15 @@ def _collect(
         for rank in running:
             if rank.pipe in ready:
                 rank.read()
-                if notice is not None and rank.failure and (rank.process.exitcode or 0) < 0:
-                    others = [other.index for other in ranks if not other.is_done]
-                    if others and not notice.why_not(others):
-                        notice.tell(rank.index)
-                        rank.failure = None
+                if outlived is not None and rank.failure:
+                    outlived.replace(ranks, rank)
         if any(rank.failure for rank in ranks) and time.monotonic() + grace_seconds < deadline:
             deadline = time.monotonic() + grace_seconds
             reason = f"was still running {grace_seconds:g} s after another rank had failed; it was here:"
     failures = {rank.index: rank.failure for rank in ranks if rank.failure}
     if failures:
         raise RankFailure(failures, len(ranks))
-    return [rank.result for rank in ranks]
+    return list({rank.index: rank.result for rank in ranks}.values())  # of those started anew, the last
 
 
 def _rank_main(pipe: connection.Connection, call: _Call) -> None:

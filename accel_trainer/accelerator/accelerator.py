@@ -191,7 +191,7 @@ class Accelerator(
             if self.config.meters
             else None
         )
-        looks_out = current_watch() is not None and self.config.slow_rank_updates > 0
+        looks_out = (current_watch() is not None or self.process.is_alone) and self.config.slow_rank_updates > 0
         self.slow_ranks = SlowRanks(sample_phases, self.config.slow_rank_updates) if looks_out else None
         self._registered = RegisteredState()
         self._last_grad_norm = torch.tensor(float("nan"))

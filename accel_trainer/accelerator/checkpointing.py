@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accumulation import OpenWindows, PreparedUnit
+from accel_trainer.accelerator.lost_ranks import repeated_by_those_left
 from accel_trainer.accelerator.options import set_options
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.accelerator.single_files import save
@@ -193,7 +194,16 @@ class AcceleratorCheckpointing(AcceleratorSettings):
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
+    def _warn_of_fewer_processes(self) -> None:
+        first, left = self.config.launch.num_processes, self.process.world_size
+        if first not in (None, left) and not self.config.accumulation.keep_global_batch:
+            logger.warning(
+                "%d of %d processes are left, and updates have fewer samples unless the loop makes up for it: "
+                "accumulation.keep_global_batch=true takes more micro-batches for each", left, first,
+            )  # fmt: skip
+
     @section("save")
+    @repeated_by_those_left
     def save_state(
         self, output_dir: str | Path | None = None, safe_serialization: bool = True, *, async_: bool | None = None
     ) -> Path | None:
@@ -432,6 +442,9 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     ) -> Path | None:
         """Load a saved state, on any number of processes and with any native strategy. Collective.
 
+        In a process that `on_rank_loss="replace"` has started in the place of a lost rank it joins the others between
+        two updates, and takes the state from one of them, not from `input_dir`; the next pass goes on where theirs are.
+
         Every file that is read is compared with its checksum before anything is changed. States of Hugging Face
         accelerate and directories of torch.distributed.checkpoint, which have none, are read as well.
 
@@ -471,7 +484,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         self.wait_for_checkpoint()
         mode, self._has_looked_for_states = check_verify(verify), True
         input_dir, missing_ok = _take_word(input_dir, missing_ok)
-        if missing_ok and not is_uri(input_dir) and not self._has_state(input_dir):
+        has_joined = self.lost_ranks is not None and self.lost_ranks.join()
+        if has_joined or missing_ok and not is_uri(input_dir) and not self._has_state(input_dir):
             return None
 
         metrics = self._checkpointer.metrics
@@ -488,12 +502,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         if not self._are_known_finite(selection, mode):
             self._check_weights(self._prepared.units, f"load of {selection.path}", "load")
         self._pass_start.has_loaded_state = True
-        first, left = self.config.launch.num_processes, self.process.world_size
-        if first not in (None, left) and not self.config.accumulation.keep_global_batch:
-            logger.warning(
-                "%d of %d processes are left, and updates have fewer samples unless the loop makes up for it: "
-                "accumulation.keep_global_batch=true takes more micro-batches for each", left, first,
-            )  # fmt: skip
+        self._warn_of_fewer_processes()
         phases = ("select", "verify", "load")
         seconds = ", ".join(f"{phase} {metrics.values[f'resume/{phase}_s']:.2f} s" for phase in phases)
         logger.info("%s", selection.describe("resumed", [selection.verified, outcome, seconds]))

@@ -1,5 +1,7 @@
 """Updates of a job that goes on without the ranks it has lost: which are complete, and how one begins again.
 
+Where the launcher starts another process in the place of a lost rank, it joins between two updates.
+
 All ranks that are left come to the same collective of the same update, or to the same one between two: what they have
 accumulated is dropped, the weights are those after the last update, and the loader hands out the samples of the update
 anew, in more micro-batches. A loop sees some micro-batches more that do not end a window.
@@ -7,20 +9,26 @@ anew, in more micro-batches. A loop sees some micro-batches more that do not end
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
+import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accumulation import PreparedUnit
+from accel_trainer.accelerator.handover import collect_state, receive, send, take_state
 from accel_trainer.config import LossDivision, RankLossAction
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import RanksLeft
 from accel_trainer.data.position import Progress
 from accel_trainer.errors import RankLostError
+from accel_trainer.logging import write_stderr
 from accel_trainer.runtime.process import find_survivors, rejoin
 from accel_trainer.runtime.rank_loss import Survivors, has_connections
 from accel_trainer.runtime.rank_watch import is_broken, leave_losses_to, raise_if_theirs
@@ -34,6 +42,16 @@ logger = logging.get_logger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class Handover(Protocol):
+    """What a loop has beside the Accelerator, as plain data and tensors, for ranks that join."""
+
+    def give(self) -> Any:
+        """Return it on a rank that has it."""
+
+    def take(self, given: Any) -> None:
+        """Go on with what `give` of another rank has returned."""
+
+
 class LostRanks:
     """The updates of an Accelerator, known so well that the ranks that are left can begin the present one again.
 
@@ -41,7 +59,7 @@ class LostRanks:
         takes_windows: whether the windows made by hand are those of a Trainer, which begins its updates again itself.
         num_shards: of the data of an update: as many as there were ranks when the job began.
         left: how the updates are shared out since ranks were lost; None before.
-        num_updates: that this rank has applied.
+        num_updates: that the job has applied since it began.
         num_calls: collectives of the loop that this rank has ended.
     """
 
@@ -56,6 +74,8 @@ class LostRanks:
         self._is_by_hand = False
         self._is_in_update = False
         self._is_calling = False
+        self.extras: Handover | None = None
+        """What a Trainer has beside the Accelerator, for ranks that join."""
         self._trained = weakref.WeakSet[Any]()
         """Bookmarks of the loaders whose batches are trained."""
         self._pass: Progress | None = None
@@ -67,7 +87,7 @@ class LostRanks:
     @classmethod
     def of(cls, accelerator: Accelerator) -> LostRanks | None:
         """Return those of a job that is to go on without lost ranks; None for another, or where it is one process."""
-        if accelerator.config.launch.on_rank_loss is not RankLossAction.CONTINUE or accelerator.num_processes == 1:
+        if accelerator.config.launch.on_rank_loss is RankLossAction.RESTART or accelerator.num_processes == 1:
             return None
         survivors = find_survivors(accelerator.process)
         return None if survivors is None else cls(accelerator, survivors)
@@ -87,16 +107,17 @@ class LostRanks:
         self.announce()
 
     @contextmanager
-    def beginning_updates(self, num_rounds: int, *, reports: bool) -> Iterator[None]:
+    def beginning_updates(self, num_rounds: int, extras: Handover, *, reports: bool) -> Iterator[None]:
         """Context of a Trainer's training, which begins updates of so many micro-batches again itself.
 
         `reports`: rank 0 has trackers open.
         """
-        self.takes_windows, self._own_rounds, self._reports = True, num_rounds, reports
+        self.takes_windows, self._own_rounds, self._reports, self.extras = True, num_rounds, reports, extras
+        self.take_others()
         try:
             yield
         finally:
-            self.takes_windows = False
+            self.takes_windows, self.extras = False, None
             self._is_by_hand = True
             self.announce()
 
@@ -208,27 +229,132 @@ class LostRanks:
         if not self.is_loss(error):
             raise_if_theirs(error)
             raise error
-        begin = time.monotonic()
-        survivors = self._survivors
+        self._meet(error)
+
+    def _meet(self, error: BaseException | None = None, number: int | None = None) -> None:
+        """Go on in a group of the ranks that are left, and of `number`, where all have come to take that in."""
+        begin, accelerator, survivors = time.monotonic(), self._owner, self._survivors
         before = survivors.members
-        windows = [prepared.window.held for prepared in self._owner._prepared.units]
+        windows = [prepared.window.held * self._is_in_update for prepared in accelerator._prepared.units]
         facts = {
-            "reason": self._why_not_now(survivors.lost.intersection(before)),
+            "reason": self._why_not_now(survivors.lost.intersection(before)) or self._why_not_joined(number),
             "place": [self.num_updates, self.num_calls, *windows],
+            "joins": number,
         }
-        reason = _find_reason(survivors.agree(facts, group_timeout().total_seconds()))
-        gone = ", ".join(str(rank) for rank in before if rank not in survivors.members)
-        if reason:
+        said = survivors.agree(facts, group_timeout().total_seconds())
+        reason = _find_reason(said)
+        gone = ", ".join(map(str, sorted({*before} - {*survivors.members})))
+        if reason and gone:
             raise RankLostError(
                 f"rank {gone} was lost, and this job cannot go on without it: {reason}. The launcher starts all ranks "
                 "again, where --max_restarts says so"
             ) from error
-        self._share_out(self._owner)
-        logger.warning(
-            "rank %s of the %d that the launcher has started is lost; the %d that are left go on after update %d, "
-            "after %.1f s",
-            gone, self.num_shards, len(survivors.members), self.num_updates, time.monotonic() - begin,
-        )  # fmt: skip
+        # Others may have come to meet because of a loss: the rank that waits can join behind it.
+        if number is not None and {each["joins"] for each in said} == {number}:
+            survivors.settle(number, reason)
+        if survivors.members == before:
+            return
+        has_joined, num_left = self._share_out(accelerator, number), len(survivors.members)
+        if gone:
+            logger.warning(
+                "rank %s of the %d that the launcher has started is lost; the %d that are left go on after update %d, "
+                "after %.1f s",
+                gone, self.num_shards, num_left - has_joined, self.num_updates, time.monotonic() - begin,
+            )  # fmt: skip
+        if has_joined:
+            num_bytes = self._hand_over(accelerator)
+            logger.warning(
+                "a process that was started in the place of a lost rank is rank %d of %d behind update %d, for which "
+                "the others waited %.2f s (%.1f MiB were sent)",
+                num_left - 1, num_left, self.num_updates, time.monotonic() - begin, num_bytes / 2**20,
+            )  # fmt: skip
+
+    # --- ranks that return ----------------------------------------------------------------------------------------
+
+    def take_others(self) -> None:
+        """Have the launcher start others in the place of ranks that are lost: this run can tell them where it is."""
+        self._survivors.announce("", "takes")
+
+    def admit(self, loader: PreparedDataLoader | None = None) -> bool:
+        """Take in ranks that wait to join, where all members have come between two updates for that.
+
+        Every member calls it between two updates; it is collective where one joins. `loader`: the one whose next batch
+        a loop is about to get. Whether the group is another one now.
+        """
+        survivors = self._survivors
+        if not survivors.returning or survivors.is_alone:
+            return False
+        if loader is not None:
+            is_trained = loader.bookmark in self._trained and not self.takes_windows
+            if self._is_in_update or not is_trained or loader.why_not_shared_out():
+                return False
+        before = survivors.members
+        while (number := survivors.find_due(self.num_updates)) is not None:
+            self._meet(number=number)
+        return survivors.members != before
+
+    def join(self) -> bool:
+        """Join the others, in a process that was started in the place of a lost rank; return False in another.
+
+        It goes on with what they have between two of their updates; called once everything is prepared. Ends the
+        process where they do not take it in: their run has come to its end, or cannot have it.
+        """
+        accelerator, survivors = self._owner, self._survivors
+        self.take_others()
+        if not survivors.is_alone:
+            return False
+        if refused := survivors.wait_for_admission():
+            write_stderr(f"a process that was started in the place of a lost rank ends: {refused}")
+            raise SystemExit(0)
+        try:
+            self._share_out(accelerator, survivors.rank)
+            state = receive(0, accelerator.process.device)
+            take_state(accelerator, state["accelerator"], survivors.rank)
+            self._take_place(accelerator, state["place"])
+            if self.extras is not None:
+                self.extras.take(state["extras"])
+        except Exception:
+            # Those that have taken it in wait for it: as a lost rank it costs them an update.
+            traceback.print_exc()
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    def _why_not_joined(self, number: int | None) -> str:
+        """Return why one that returns cannot be told where the others are; empty for nobody."""
+        accelerator = self._owner
+        known = {id(loader) for loader in accelerator._prepared.dataloaders}
+        if number is None or known.issuperset(map(id, accelerator.gradient_state.loaders)):
+            return ""
+        return "the others are in a pass that skip_first_batches has begun"
+
+    def _hand_over(self, accelerator: Accelerator) -> int:
+        """Send what this run has to the rank that has joined last; return the bytes. Every member calls it."""
+        if accelerator.process.rank > 0:
+            return 0
+        loaders = accelerator._prepared.dataloaders
+        state = {
+            "accelerator": collect_state(accelerator),
+            "place": {
+                "updates": self.num_updates,
+                "samples": self._num_samples,
+                "trained": [loader.bookmark in self._trained for loader in loaders],
+            },
+            "extras": None if self.extras is None else self.extras.give(),
+        }
+        # Where a rank is lost meanwhile, the exchange of the next update says so to all.
+        with suppress(RuntimeError):
+            return send(state, accelerator.process.world_size - 1, accelerator.process.device)
+        return 0
+
+    def _take_place(self, accelerator: Accelerator, place: Mapping[str, Any]) -> None:
+        self.num_updates, self._num_samples = place["updates"], place["samples"]
+        for loader, is_trained in zip(accelerator._prepared.dataloaders, place["trained"], strict=False):
+            if is_trained:
+                assert self.left is not None
+                self._trained.add(loader.bookmark)
+                loader.resize(self.num_shards, 0)
+                loader.share_out(self.left, 0, 0)
 
     def attempt(self, part: Callable[[], object]) -> bool:
         """Whether a part of an update was completed: False where a rank is lost in it, and the update begins again."""
@@ -246,13 +372,15 @@ class LostRanks:
             raise error
         self.go_on(error)
 
-    def _share_out(self, accelerator: Accelerator) -> None:
+    def _share_out(self, accelerator: Accelerator, number: int | None) -> bool:
+        """Form the group of the members, and share the updates out among them; return whether `number` is one."""
         process, survivors = accelerator.process, self._survivors
         num_rounds = self._rounds_per_update
         rejoin(process, survivors)
+        has_new = number in survivors.members
         self.left = RanksLeft(num_rounds, process.world_size, process.rank)
         for prepared in accelerator._prepared.units:
-            prepared.unit.rejoin(in_update=self._is_in_update)
+            prepared.unit.rejoin(in_update=self._is_in_update, has_new=has_new)
             if self._is_in_update:
                 prepared.abandon()
         if self._is_in_update:
@@ -265,6 +393,7 @@ class LostRanks:
         self._is_in_update, self._num_in_pass, self._num_yielded = False, 0, 0
         self.num_calls = 0
         self.announce()
+        return has_new
 
     def _share_loaders(self, accelerator: Accelerator, rounds: int) -> None:
         assert self.left is not None

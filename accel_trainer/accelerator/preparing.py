@@ -235,6 +235,7 @@ class AcceleratorPreparing(AcceleratorSettings):
             on_end=self.gradient_state.end,
         )
         loader.gradient_state = self.gradient_state
+        loader.admit = None if self.lost_ranks is None else self.lost_ranks.admit
         loader.watch = None if self.meters is None else self.meters.watch
         return loader
 

@@ -54,6 +54,7 @@ class RankLossAction(StrEnum):
 
     RESTART = "restart"
     CONTINUE = "continue"
+    REPLACE = "replace"
 
 
 class ChangedRunAction(StrEnum):
@@ -376,7 +377,7 @@ class LaunchConfig:
     max_restarts: int = 0
     """How often the elastic agent starts the workers again after a failure."""
     on_rank_loss: RankLossAction = RankLossAction.RESTART
-    """When a rank is killed: restart ends the others (see max_restarts), continue has them go on without it (ddp)."""
+    """When a rank is killed: restart ends the others, continue has them go on (ddp), replace also starts another."""
     monitor_interval_seconds: float = 0.1
     """How often the elastic agent looks at its workers, in seconds."""
     tee: str = "0"

@@ -402,7 +402,12 @@ def _rank_loss_checks(launch: LaunchConfig, describe: Callable[[str], str]) -> I
     """Yield contradictions about ranks that go on without others."""
     is_elsewhere = launch.num_machines > 1 or launch.rdzv_backend != "static"
     yield (
-        launch.on_rank_loss is RankLossAction.CONTINUE and is_elsewhere,
+        launch.on_rank_loss is RankLossAction.REPLACE and not launch.max_restarts,
+        f"{describe('launch.on_rank_loss')} with {describe('launch.max_restarts')}: that is how many processes may be "
+        "started in the place of lost ones; set --max_restarts, or on_rank_loss to continue",
+    )
+    yield (
+        launch.on_rank_loss is not RankLossAction.RESTART and is_elsewhere,
         f"{describe('launch.on_rank_loss')} with {describe('launch.num_machines')} and "
         f"{describe('launch.rdzv_backend')}: ranks go on without one that was killed on one machine, with the static "
         "rendezvous; leave on_rank_loss out",

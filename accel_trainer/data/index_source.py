@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -215,6 +215,29 @@ class IndexSource:
         self.sampler.left = left
         self.sampler.start += num_rounds
         self._moved += num_rounds
+
+    def hand_over(self, epoch: int) -> dict[str, Any]:
+        """Return where this source is in an epoch, as plain data, for a rank that joins the others; see `take_over`."""
+        sampler, followed = self.sampler, self._followed
+        return {
+            "epoch": epoch,
+            "begin": (sampler.start, sampler.origin if self.epoch == epoch else 0),
+            "moved": self._moved,
+            "seeds": (sampler.order_seed, self._seed),
+            "generator": None if followed is None else followed.saved_at(epoch),
+            "resumed": None if self._resumed is None else self._resumed.to_dict(),
+        }
+
+    def take_over(self, given: Mapping[str, Any]) -> None:
+        """Go on where another rank's source is, by its `hand_over`."""
+        self.set_epoch(given["epoch"])
+        self.sampler.order_seed, self._seed = given["seeds"]
+        if self._followed is not None and given["generator"] is not None:
+            self._followed.load(given["generator"])
+        start, origin = given["begin"]
+        self.sampler.begin_at(start, (given["epoch"], origin) if origin else None)
+        self._moved = given["moved"]
+        self._resumed = None if given["resumed"] is None else Position.read(given["resumed"])
 
     def end_pass(self) -> None:
         """Begin the next pass where this one began, and not where the ranks that are left went on in it."""

@@ -173,6 +173,8 @@ class PreparedDataLoader(DataLoader[Any]):
     """Whether the user constructed this loader, of batches that are this rank's own."""
     gradient_state: Any = None
     """The `GradientState` of the Accelerator that prepared it; None without one."""
+    admit: Callable[[PreparedDataLoader], object] | None = None
+    """Called before a pass and after each of its batches but the last: ranks that return may join there."""
     watch: Callable[[Iterator[Any]], Iterator[Any]] | None = None
     """Given the batches of each pass, yields them again: the meters of that Accelerator, where it has some."""
 
@@ -348,6 +350,8 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @section("data loading")
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.admit is not None:
+            self.admit(self)
         current = Progress(self.epoch, length_of(self) if self._source.has_exact_length else None)
         is_complete = False
         self._passes.append(current)
@@ -409,6 +413,8 @@ class PreparedDataLoader(DataLoader[Any]):
             progress.is_moved = False
             for batch in self._source.read(self, progress):
                 yield batch
+                if self.admit is not None and not progress.is_complete:
+                    self.admit(self)
                 if progress.is_moved:
                     break
 
@@ -437,6 +443,17 @@ class PreparedDataLoader(DataLoader[Any]):
         self._source.share_out(left, rounds if self._passes else 0)
         for current in self._passes:
             current.restart(samples, self._source.start, self._source.num_left())
+
+    def hand_over(self) -> dict[str, Any]:
+        """Return where reading is, as plain data, for a rank that joins the others."""
+        assert isinstance(self._source, IndexSource)
+        current = self.current_pass
+        return self._source.hand_over(self.epoch if current is None else current.epoch)
+
+    def take_over(self, given: Mapping[str, Any]) -> None:
+        """Begin the next pass where the others are, by the `hand_over` of one of them."""
+        assert isinstance(self._source, IndexSource)
+        self._source.take_over(given)
 
     def resize(self, num_ranks: int, rank: int) -> None:
         """Cut the data of later passes into as many shards as there are ranks now."""
@@ -520,6 +537,7 @@ class PreparedDataLoader(DataLoader[Any]):
             "_on_end": (),
             "_bookmark": _Bookmark(),
             "gradient_state": None,
+            "admit": None,
             "watch": None,
         }
         # A prepared class is PreparedDataLoader, below DataLoader, or one made of it and the user's class.

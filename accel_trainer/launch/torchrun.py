@@ -44,7 +44,13 @@ from accel_trainer.launch.rendezvous import (
 from accel_trainer.logging import write_stderr
 from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE
 from accel_trainer.runtime.rank_loss import LossNotice
-from accel_trainer.runtime.torch_private import end_restarts, forget_worker, remaining_restarts, restart_workers
+from accel_trainer.runtime.torch_private import (
+    end_restarts,
+    forget_worker,
+    remaining_restarts,
+    restart_workers,
+    start_worker_anew,
+)
 
 # The workers may need this long to save after a signal; torch's agent kills after 30 s, in the middle of a large
 # checkpoint.
@@ -247,7 +253,9 @@ class _Agent(LocalElasticAgent):
         self._job = job
         self._guard = guard
         self._pids: dict[int, int] = {}
-        self._watchers: list[threading.Thread] = []
+        self._watchers: dict[int, threading.Thread] = {}
+        self._outlived: set[int] = set()
+        """Pids of lost workers without which the others go on."""
         self._num_lost = 0
         self._attempt = ""
         """How often the workers of a job on several machines were started again, and the job's name."""
@@ -267,8 +275,9 @@ class _Agent(LocalElasticAgent):
         if self._job.launch.rdzv_backend == "c10d" and self._job.launch.num_machines > 1:
             self._attempt = _share_attempt(worker_group.store, is_first=machine == 0)
         if num_machines == 1:
-            if self._job.launch.on_rank_loss is RankLossAction.CONTINUE:
-                self._notice = LossNotice(worker_group.spec.rdzv_handler.connect())
+            if self._job.launch.on_rank_loss is not RankLossAction.RESTART:
+                store = worker_group.spec.rdzv_handler.connect()
+                self._notice = LossNotice(store, worker_group.spec.local_world_size)
             return
         if isinstance(worker_group.spec.rdzv_handler, BoundRendezvous):
             store = PrefixStore("launchers", worker_group.spec.rdzv_handler.connect())
@@ -281,7 +290,7 @@ class _Agent(LocalElasticAgent):
         self._see_ended()
         if self._takes_in(worker_group):
             return RunResult(state=WorkerState.HEALTHY)
-        self._outlive()
+        self._outlive(worker_group)
         if any(map(self._is_final, self.exits)):
             end_restarts(self)
             self._let_end(self._grace)  # torch would end the others at once
@@ -343,27 +352,58 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.FAILED)
         return result
 
-    def _outlive(self) -> None:
+    def _outlive(self, worker_group: Any) -> None:
         """Let the workers go on without those that were killed, where they can, and tell them."""
         if (notice := self._notice) is None:
             return
-        for exit_ in [each for each in self.exits if each.code < 0 and each.rank not in notice.lost]:
-            left = list(self._running())
-            reason = notice.why_not(left) if left else "no rank is left"
-            if any(each.code > 0 for each in self.exits):
-                reason = reason or "another rank has failed"
-            if reason:
-                write_stderr(f"accel-trainer launch: {_describe(exit_)}, and the others cannot go on: {reason}")
-                self._notice = None
-                return
+        for exit_ in [each for each in self.exits if each.code and each.pid not in self._outlived]:
+            left = [rank for rank in self._running() if notice.is_member(rank)]
+            # One that has not joined the others is nobody's to wait for, however it ends.
+            if not notice.forget(exit_.rank):
+                if exit_.code > 0:
+                    continue
+                if reason := self._why_not_outlived(notice, left):
+                    write_stderr(f"accel-trainer launch: {_describe(exit_)}, and the others cannot go on: {reason}")
+                    self._notice = None
+                    return
+                notice.tell(exit_.rank)
+            self._outlived.add(exit_.pid)
             forget_worker(self, exit_.rank)
-            notice.tell(exit_.rank)
-            write_stderr(f"accel-trainer launch: {_describe(exit_)}; the {len(left)} that are left go on without it")
+            then = self._start_in_place(worker_group, exit_.rank, notice, left)
+            write_stderr(
+                f"accel-trainer launch: {_describe(exit_)}; the {len(left)} that are left go on without it{then}"
+            )
+
+    def _why_not_outlived(self, notice: LossNotice, left: list[int]) -> str:
+        reason = notice.why_not(left) if left else "no rank is left"
+        has_failed = any(each.code > 0 and each.pid not in self._outlived for each in self.exits)
+        return reason or "another rank has failed" * has_failed
+
+    def _start_in_place(self, worker_group: Any, rank: int, notice: LossNotice, left: list[int]) -> str:
+        """Start a worker in the place of one that the others have outlived, if that is asked for; say what follows."""
+        launch = self._job.launch
+        if launch.on_rank_loss is not RankLossAction.REPLACE or not left:
+            return ""
+        if notice.num_replaced >= launch.max_restarts:
+            return f", and none is started in its place: {launch.max_restarts} (max_restarts) have been"
+        if reason := notice.why_not_replaced(left):
+            return f", and none is started in its place: {reason}"
+        pid = start_worker_anew(self, rank, {**os.environ, **notice.replace(rank)})
+        worker_group.workers[rank].id = pid
+        self._pids[rank] = pid
+        self._guard(" ".join(f"-{pid}" for pid in self._running().values()))
+        self._begin_to_watch(rank)
+        return f"; another is started in its place ({notice.num_replaced} of {launch.max_restarts})"
+
+    def _begin_to_watch(self, rank: int) -> None:
+        watcher = threading.Thread(target=self._watch, args=(rank, self._pids[rank]), daemon=True)
+        self._watchers[rank] = watcher
+        watcher.start()
 
     def _see_ended(self) -> None:
         """Let the watchers of workers that have ended note their codes, before the agent reaps them."""
-        for watcher, pid in zip(self._watchers, self._pids.values(), strict=True):
-            if watcher.is_alive() and _has_ended(pid):
+        for rank, watcher in self._watchers.items():
+            if watcher.is_alive() and _has_ended(self._pids[rank]):
                 watcher.join(_WATCH_SECONDS)
 
     def _take_codes(self, failures: Mapping[int, Any], looked_at: float) -> None:
@@ -432,11 +472,9 @@ class _Agent(LocalElasticAgent):
             self._guard(" ".join(f"-{pid}" for pid in self._pids.values()))
             if self._job.launch.enable_cpu_affinity and not _uses_accelerator(self._job):
                 _bind_to_cores(pids)
-            self._watchers = [
-                threading.Thread(target=self._watch, args=each, daemon=True) for each in self._pids.items()
-            ]
-            for watcher in self._watchers:
-                watcher.start()
+            self._watchers = {}
+            for rank in self._pids:
+                self._begin_to_watch(rank)
         return pids
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
@@ -459,7 +497,7 @@ class _Agent(LocalElasticAgent):
     def _let_end(self, seconds: float) -> None:
         """Wait until all workers have ended, and their codes are noted, but no longer than so many seconds in all."""
         deadline = time.monotonic() + seconds
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.join(max(0.0, deadline - time.monotonic()))
 
     def _send(self, number: signal.Signals) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 
@@ -21,8 +20,6 @@ _POLL_SECONDS_PER_RANK = 0.0005
 _LEFT = "left"
 # For a question on its way to a store whose machine is gone.
 _JOIN_SECONDS = 10.0
-
-_meetings = itertools.count()
 
 
 class Meeting:
@@ -48,11 +45,12 @@ class Meeting:
         self.passed = 0
         self.is_called = False
         self._process = process
-        self._name = f"accel_trainer/meeting {next(_meetings)}"
         store = second_store()
         # The other ranks of a `fake` group are not there: this one meets alone.
         self._ranks = [process.rank] if store is None else list(range(process.world_size))
         self._store = dist.HashStore() if store is None else store
+        # Counted in the store: one that joins the others later has been at fewer of them.
+        self._name = f"accel_trainer/meeting {self._store.add(f'accel_trainer/meetings/{process.rank}', 1)}"
         self._round = 0
         self._answer: int | None = None
         """Of this rank, to the call of this round."""

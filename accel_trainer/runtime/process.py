@@ -18,14 +18,16 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from ipaddress import ip_address
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.config import HangConfig
-from accel_trainer.config.dialects.environment import ATTEMPT_VARIABLE
+from accel_trainer.config.dialects.environment import ATTEMPT_VARIABLE, RETURNS_VARIABLE
 from accel_trainer.errors import ConfigError, ProcessGroupError
+from accel_trainer.runtime.alike_group import join_alike_group
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, bracket_ipv6, find_launch_info
 from accel_trainer.runtime.progress import PROGRESS
@@ -38,6 +40,8 @@ _current: ProcessContext | None = None
 _DEFAULT_TIMEOUT_SECONDS = 1800.0  # torch's default for gloo; for nccl that is 10 minutes
 _LAST_TURN_SECONDS = 0.02
 _survivors: Survivors | None = None
+_alone_options: dict[str, Any] = {}
+"""Of the watch that a process begins with the group that it joins in the place of a lost rank."""
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """The groups of contexts of some of the job's ranks."""
 _CPU_WAYS = "--cpu to the launcher, Accelerator(cpu=True), TrainingArguments(use_cpu=True)"
@@ -56,6 +60,9 @@ class ProcessContext:
     """The backend that carries tensors of the device, e.g. "nccl"; None when the job is one process without a group."""
     ranks: tuple[int, ...] | None = None
     """The job's ranks of which this is number `rank`, where it is a context of some of them; None: of all."""
+    is_alone: bool = False
+    """Whether this process was started in the place of a lost one, and has not joined the others: until then it counts
+    on ranks that have what it has itself, and is the main process of nothing."""
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -71,12 +78,12 @@ class ProcessContext:
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0 of the job."""
-        return self.rank == 0
+        return self.rank == 0 and not self.is_alone
 
     @property
     def is_local_main(self) -> bool:
         """Whether this is the first rank of its node."""
-        return self.local_rank == 0
+        return self.local_rank == 0 and not self.is_alone
 
     @property
     def is_distributed(self) -> bool:
@@ -324,14 +331,9 @@ def init_process(
         logging.set_rank(0)
         _current = ProcessContext(0, 0, 1, 1, device, None)
         return _current
-    if is_joined:
-        _check_joined_group(device, backend)
-        if timeout_seconds is not None:
-            set_group_timeout(default_group(), timeout_seconds)
-    else:
-        _share_cores(environ, device, info.local_world_size)
-        seconds = _DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
-        _init_process_group(info, device, backend or _select_backend(device), seconds)
+    if RETURNS_VARIABLE in environ and (_survivors is None or _survivors.is_alone):
+        return _stand_in(info, device, timeout_seconds, hang)
+    _join_group(environ, info, device, timeout_seconds, backend, is_joined=is_joined)
     logging.set_rank(info.rank, info.world_size, _wait_for_ranks)
     _leave_interrupts_to_launcher(environ)
     carrier = _backends()[device.type]
@@ -340,6 +342,48 @@ def init_process(
     runs_ahead = device.type != "cpu" and carrier != "gloo"
     start_watch(info.rank, info.world_size, hang, hosts_store=hosts_store, runs_ahead=runs_ahead)
     found = ProcessContext(info.rank, info.local_rank, info.world_size, info.local_world_size, device, carrier)
+    _current = _same_object(found)
+    return _current
+
+
+def _join_group(
+    environ: Mapping[str, str],
+    info: LaunchInfo,
+    device: torch.device,
+    timeout_seconds: float | None,
+    backend: str | None,
+    *,
+    is_joined: bool,
+) -> None:
+    """Join the job's process group, or take the one that the user has joined."""
+    if is_joined:
+        _check_joined_group(device, backend)
+        if timeout_seconds is not None:
+            set_group_timeout(default_group(), timeout_seconds)
+    else:
+        _share_cores(environ, device, info.local_world_size)
+        seconds = _DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+        _init_process_group(info, device, backend or _select_backend(device), seconds)
+
+
+def _stand_in(
+    info: LaunchInfo, device: torch.device, timeout_seconds: float | None, hang: HangConfig | None
+) -> ProcessContext:
+    """Join, in the place of a lost rank, a group whose other ranks have what this one has, until the real one can be.
+
+    Whatever is prepared meanwhile is prepared for as many ranks as the launcher has started.
+    """
+    global _current, _alone_options
+    size = info.world_size
+    if not dist.is_initialized():
+        _share_cores(os.environ, device, info.local_world_size)
+        join_alike_group(size, timeout_seconds or _DEFAULT_TIMEOUT_SECONDS)
+        atexit.register(_leave_at_exit)
+    if hang is not None or not _alone_options:
+        _alone_options = {"hang": hang, "hosts_store": False, "runs_ahead": False}
+    # The last one: it says nothing that rank 0 would.
+    logging.set_rank(size - 1, size)
+    found = ProcessContext(0, 0, size, info.local_world_size, device, _backends()[device.type], is_alone=True)
     _current = _same_object(found)
     return _current
 
@@ -359,26 +403,28 @@ def find_survivors(process: ProcessContext) -> Survivors | None:
         return None
     timeout = group_timeout()
     store = dist.TCPStore(info.main_address, info.main_port or DEFAULT_PORT, is_master=False, timeout=timeout)
-    _survivors = Survivors(store, process.rank, process.world_size)
+    number, _, num_first = os.environ.get(RETURNS_VARIABLE, f"{process.rank}/{process.world_size}").partition("/")
+    _survivors = Survivors(store, int(number), int(num_first))
     atexit.register(_survivors.close)
     return _survivors
 
 
 def rejoin(process: ProcessContext, survivors: Survivors) -> None:
-    """Go on in the group of the ranks that are left. Collective over them; changes `process` for all that hold it.
+    """Go on in the group of the members. Collective over them; changes `process` for all that hold it.
 
     Raises:
-        RankLostError: another rank is lost meanwhile.
+        RankLostError: they cannot connect.
     """
     watch = current_watch()
     timeout = group_timeout()
-    options = {} if watch is None else watch.options
+    options = _alone_options if watch is None else watch.options
     leave_watch()
     forget_default_groups()
     rank, size = survivors.form_group(timeout.total_seconds())
     set_group_timeout(default_group(), timeout.total_seconds())
     # The one object that loaders, units, checkpoints and states were given: they count anew with their next step.
-    for name, value in {"rank": rank, "local_rank": rank, "world_size": size, "local_world_size": size}.items():
+    counts = {"rank": rank, "local_rank": rank, "world_size": size, "local_world_size": size}
+    for name, value in {**counts, "backend": _backends()[process.device.type], "is_alone": False}.items():
         object.__setattr__(process, name, value)
     logging.set_rank(rank, size, _wait_for_ranks)
     if options:

@@ -1,9 +1,13 @@
 """A job goes on without the ranks that it has lost: how those that are left learn of it, agree, and meet again.
 
+A process that the launcher starts in the place of a lost one joins them between two updates.
+
 The launcher, which sees its workers end, writes the numbers of those that were killed to the job's store. On every
 other rank a thread reads them and closes the connections of the process group, so that the collective which waits for a
 lost rank raises, wherever the connections lead. Nothing else is interrupted: those that are left meet at the collective
-in which the rank was lost. Ranks are named here by the numbers that the launcher gave them.
+in which the rank was lost. For one that returns nothing is interrupted at all: ranks come to a boundary between two
+updates that they have agreed on. Ranks are named here by the numbers that the launcher gave them; one that returns has
+a number of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.errors import RankLostError
 
 PREFIX = "accel_trainer/rank_loss"
@@ -34,6 +39,18 @@ _MEETING_SECONDS = 30.0
 _Connections = dict[int, tuple[Any, Any]]
 _connections: _Connections = {}
 """File descriptors of the process group's connections, with the addresses of both ends."""
+_before: _Connections | None = None
+"""The others, while the process group connects."""
+
+
+def _open_socket(number: int) -> socket.socket:
+    """Return a copy of a connection by its descriptor; an OSError where that is of something else."""
+    copy = os.dup(number)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)  # each look at the connections would leave twice as many descriptors of files
+        raise
 
 
 def _sockets() -> _Connections:
@@ -44,7 +61,7 @@ def _sockets() -> _Connections:
     except OSError:
         return found
     for number in numbers:
-        with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+        with suppress(OSError), _open_socket(number) as copy:
             found[number] = copy.getsockname(), copy.getpeername()
     return found
 
@@ -52,10 +69,17 @@ def _sockets() -> _Connections:
 @contextmanager
 def noting_connections() -> Iterator[None]:
     """Note the connections that the process group opens in the block."""
-    global _connections
-    before = _sockets()
-    yield
-    _connections = {number: ends for number, ends in _sockets().items() if before.get(number) != ends}
+    global _connections, _before
+    _before = _sockets()
+    try:
+        yield
+        _connections = _opened_since(_before)
+    finally:
+        _before = None
+
+
+def _opened_since(before: _Connections) -> _Connections:
+    return {number: ends for number, ends in _sockets().items() if before.get(number) != ends}
 
 
 def has_connections() -> bool:
@@ -64,41 +88,80 @@ def has_connections() -> bool:
 
 
 def close_connections() -> None:
-    """Close the process group's connections, so that its collectives raise, those that have begun, too."""
+    """Close the process group's connections, so that its collectives, and its connecting, raise if they have begun."""
     # ProcessGroupGloo.abort() of torch 2.13 lets a collective that has begun wait on. A descriptor that gloo has closed
     # may be somebody else's by now: the addresses tell.
-    present = _sockets()
-    for number, ends in _connections.items():
+    present, before = _sockets(), _before
+    for number, ends in (_connections if before is None else _opened_since(before)).items():
         if present.get(number) == ends:
-            with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+            with suppress(OSError), _open_socket(number) as copy:
                 copy.shutdown(socket.SHUT_RDWR)
 
 
 class LossNotice:
-    """The launcher's side: which ranks could go on, and the word that some are lost."""
+    """The launcher's side: which ranks could go on, the word that some are lost, and those started in their place.
 
-    def __init__(self, store: dist.Store) -> None:
+    Attributes:
+        lost: numbers of the lost ones.
+    """
+
+    def __init__(self, store: dist.Store, world_size: int) -> None:
         self._store = dist.PrefixStore(PREFIX, store)
         self.lost: list[int] = []
+        self._num_first = self._num_started = world_size
+        self._numbers: dict[int, int] = {}
+        """Of the processes started in the place of a rank, by that rank."""
 
-    def why_not(self, ranks: Sequence[int]) -> str:
-        """Return why these ranks cannot go on by themselves; empty where they can."""
-        keys = [f"able/{rank}" for rank in ranks]
+    @property
+    def num_replaced(self) -> int:
+        """Processes that were started in the place of others by now."""
+        return self._num_started - self._num_first
+
+    def is_member(self, rank: int) -> bool:
+        """Whether the process of a rank is with the others: it was from the beginning, or has joined them."""
+        number = self._numbers.get(rank)
+        return number is None or self._store.check([f"admission/{number}"])
+
+    def forget(self, rank: int) -> bool:
+        """Have the others wait no more for a process that has ended; return False where it had joined them."""
+        number = self._numbers.get(rank)
+        return number is not None and self._store.compare_set(f"fate/{number}", "", "gone") == b"gone"
+
+    def _find_reason(self, question: str, ranks: Sequence[int]) -> str | None:
+        """Return what the first of these ranks has said against it, "" where all say yes; None before all have."""
+        keys = [f"{question}/{self._numbers.get(rank, rank)}" for rank in ranks]
         if not self._store.check(keys):
-            return "its model was not prepared yet"
+            return None
         reasons = [text.decode() for text in self._store.multi_get(keys)]
         return next((reason for reason in reasons if reason != "yes"), "")
 
+    def why_not(self, ranks: Sequence[int]) -> str:
+        """Return why these ranks cannot go on by themselves; empty where they can."""
+        reason = self._find_reason("able", ranks)
+        return "its model was not prepared yet" if reason is None else reason
+
+    def why_not_replaced(self, ranks: Sequence[int]) -> str:
+        """Return why these ranks would take in no other; empty where they would."""
+        reason = self._find_reason("takes", ranks)
+        return "the loop has not called load_state()" if reason is None else reason
+
     def tell(self, rank: int) -> None:
-        """Say that a rank is lost."""
-        self.lost.append(rank)
+        """Say that the process of a rank is lost."""
+        self.lost.append(self._numbers.get(rank, rank))
         self._store.set("lost", json.dumps(self.lost))
         self._store.add("count", 1)
 
+    def replace(self, rank: int) -> dict[str, str]:
+        """Announce a process in the place of a rank that is lost; return the variables that it is to be given."""
+        number, self._num_started = self._num_started, self._num_started + 1
+        self._numbers[rank] = number
+        self._store.set("started", str(self._num_started))
+        self._store.add("count", 1)
+        return {RETURNS_VARIABLE: f"{number}/{self._num_first}"}
+
     def is_taken(self) -> bool:
-        """Whether the others have met since the last loss."""
-        verdict = f"{len(self.lost)}/verdict"
-        return not self.lost or self._store.check([verdict]) and self._store.get(verdict) == b"met"
+        """Whether the others have met since the last loss of one of them."""
+        return not self.lost or self._store.check([f"taken/{len(self.lost)}"])
 
 
 class Survivors:
@@ -107,53 +170,80 @@ class Survivors:
     Args:
         store: a connection to the job's store, of its own.
         rank: this rank's number by the launcher.
-        world_size: how many the launcher has started.
+        world_size: how many the launcher has started at first.
+
+    Attributes:
+        is_alone: whether this process was started in the place of a lost one, and has not joined the others yet.
+        members: of the present process group, in its order.
+        lost: all that the launcher has named so far.
+        returning: those that wait to join, as far as this rank knows.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._base = store
         self._store = dist.PrefixStore(PREFIX, store)
         self.rank = rank
-        self.members = list(range(world_size))
-        """Of the present process group, in its order."""
+        self._num_first = world_size
+        self.is_alone = rank >= world_size
+        self.members = [rank] if self.is_alone else list(range(world_size))
         self.lost: frozenset[int] = frozenset()
-        """All that the launcher has named so far."""
+        self.returning: frozenset[int] = frozenset()
+        self._settled: set[int] = {rank}
+        """Those that have joined, or do not wait any more; and this one."""
+        self._lock = threading.Lock()
+        self._num_meetings = 0
         self.users = weakref.WeakSet[Any]()
         """Those in this process that begin updates again."""
-        self._said = ""
+        self._said: dict[str, str] = {}
         self._is_over = threading.Event()
         listening: dist.Store = dist.PrefixStore(PREFIX, store.clone())  # type: ignore[attr-defined]
         self._thread = threading.Thread(target=self._listen, args=(listening,), name="rank-loss", daemon=True)
         self._thread.start()
 
-    def announce(self, reason: str) -> None:
-        """Tell the launcher whether this rank could go on without others: `reason` is empty, or says why not."""
+    def announce(self, reason: str, question: str = "able") -> None:
+        """Tell the launcher whether this rank could go on without others: `reason` is empty, or says why not.
+
+        `question` of "takes": whether it would take in one that is started in the place of a lost one.
+        """
         said = reason or "yes"
-        if said != self._said:
-            self._said = said
-            self._store.set(f"able/{self.rank}", said)
+        if said != self._said.get(question):
+            self._said[question] = said
+            self._store.set(f"{question}/{self.rank}", said)
 
     def close(self) -> None:
         """End the thread, and have the launcher end the others with a rank that is lost from here on."""
         with suppress(RuntimeError):  # the launcher is gone
-            self.announce("the run has come to its end")
-            self._store.set("ended", str(self.rank))
+            if not self.is_alone:
+                self.announce("the run has come to its end")
+                self._store.set("ended", str(self.rank))
         self._is_over.set()
         self._thread.join(_WORD_SECONDS)
 
     def _listen(self, store: dist.Store) -> None:
-        known = 0
+        known, num_started = 0, self._num_first
         try:
             while not self._is_over.wait(_POLL_SECONDS):
                 count = store.add("count", 0)
-                if count == known:
-                    continue
-                known = count
-                self.lost = frozenset(json.loads(store.get("lost")))
-                if self.has_lost():
+                is_new, known = count != known, count
+                if is_new:
+                    num_started = int(store.get("started")) if store.check(["started"]) else num_started
+                    self.lost = frozenset(json.loads(store.get("lost")) if store.check(["lost"]) else ())
+                # One may be a member only since it is lost: those that connect to it would wait.
+                if self.has_lost() and (is_new or _before is not None):
                     close_connections()
+                for number in {*range(self._num_first, num_started)} - self._settled - self.returning:
+                    self._look_at(number, store)
         except RuntimeError:  # the launcher is gone
             return
+
+    def _look_at(self, number: int, store: dist.Store) -> None:
+        """Note one that waits to join, and say so: from then on this rank asks at each boundary."""
+        with self._lock:
+            if store.check([f"fate/{number}"]):
+                self._settled.add(number)
+            elif store.check([f"ready/{number}"]):
+                self.returning |= {number}
+                store.set(f"seen/{number}/{self.rank}", "")
 
     def has_lost(self) -> bool:
         """Whether a rank of the present group is known to be lost."""
@@ -168,6 +258,8 @@ class Survivors:
             time.sleep(_POLL_SECONDS / 10)
         return True
 
+    # --- meetings -------------------------------------------------------------------------------------------------
+
     def agree(self, facts: Mapping[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
         """Wait until all ranks that are left have come, and return their answers, in the order of `members`.
 
@@ -177,10 +269,11 @@ class Survivors:
             RankLostError: one of them does not come within `timeout_seconds`.
         """
         deadline = time.monotonic() + timeout_seconds
+        self._num_meetings += 1
         while True:
             lost = self.lost
             left = [rank for rank in self.members if rank not in lost]
-            meeting = f"{len(lost)}"
+            meeting = f"meeting {self._num_meetings}/{len(lost)}"
             keys = [f"{meeting}/facts/{rank}" for rank in left]
             self._store.set(f"{meeting}/facts/{self.rank}", json.dumps(facts))
             while not (are_here := self._store.check(keys)) and self.lost == lost:
@@ -193,6 +286,7 @@ class Survivors:
             verdict = self._store.compare_set(f"{meeting}/verdict", "", "met" if are_here else "void").decode()
             if verdict == "met":
                 self.members = left
+                self._store.set(f"taken/{len(lost)}", "")
                 return [json.loads(text) for text in self._store.multi_get(keys)]
 
     def _missing(self, left: Sequence[int], keys: Sequence[str]) -> str:
@@ -202,21 +296,91 @@ class Survivors:
     def form_group(self, timeout_seconds: float) -> tuple[int, int]:
         """Join the group of `members`, in the place of the present one; return this rank's number in it, and its size.
 
-        Collective over `members`.
+        Collective over `members`. Where some are lost meanwhile, it is the group of the others.
 
         Raises:
-            RankLostError: another of them is lost meanwhile.
+            RankLostError: they cannot connect.
         """
-        rank, size = self.members.index(self.rank), len(self.members)
-        dist.destroy_process_group()
-        store = dist.PrefixStore(f"{PREFIX}/group {len(self.lost)}", self._base.clone())  # type: ignore[attr-defined]
+        while True:
+            before = self.members
+            problem = self._connect(timeout_seconds)
+            problems = [each["problem"] for each in self.agree({"problem": problem}, timeout_seconds)]
+            if before != self.members:
+                continue
+            if any(problems):
+                raise RankLostError(f"the ranks that were left could not connect: {next(filter(None, problems))}")
+            if self.has_lost():  # since they agreed: the thread may have closed the old connections
+                close_connections()
+            return before.index(self.rank), len(before)
+
+    def _connect(self, timeout_seconds: float) -> str:
+        """Connect to the other members; return why that is not possible, or empty."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        name = f"{PREFIX}/group {self._num_meetings}"
         # A rank that is lost while they connect never answers.
         bound = timedelta(seconds=min(timeout_seconds, _MEETING_SECONDS))
+        rank, size = self.members.index(self.rank), len(self.members)
         try:
             with noting_connections():
+                store = dist.PrefixStore(name, self._base.clone())  # type: ignore[attr-defined]
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=bound)
         except RuntimeError as error:
-            raise RankLostError(f"the ranks that were left could not connect: {error}") from error
-        if self.has_lost():  # since they agreed: the thread may have closed the old connections
-            close_connections()
-        return rank, size
+            return str(error)
+        return ""
+
+    # --- ranks that return ----------------------------------------------------------------------------------------
+
+    def find_due(self, num_updates: int) -> int | None:
+        """Return the number of one that joins at this boundary, after so many updates of all; None for nobody.
+
+        Asked at every boundary by a rank that knows of one. The first that finds it known to all chooses the next
+        boundary: no rank can be past that one, since the exchange of the update before it needs this rank.
+        """
+        due = []
+        for number in sorted(self.returning):
+            key = f"boundary/{number}"
+            if not self._store.check([key]):
+                if not self._store.check([f"seen/{number}/{rank}" for rank in self.members]):
+                    continue
+                self._store.compare_set(key, "", str(num_updates + 1))
+            if num_updates >= int(self._store.get(key)):
+                due.append(number)
+        return due[0] if due else None
+
+    def settle(self, number: int, refused: str = "") -> None:
+        """Let one that returns be the last member, unless it has ended or is refused. Every member calls it."""
+        with self._lock:
+            self._settled.add(number)
+            self.returning -= {number}
+        if refused:
+            self._store.set(f"refused/{number}", refused)
+        # The launcher says so of one that has ended: whoever is the first decides.
+        fate = "refused" if refused else "joined"
+        if self._store.compare_set(f"fate/{number}", "", fate) != b"joined":
+            return
+        self.members = [*self.members, number]
+        facts = {"members": self.members, "meetings": self._num_meetings, "returning": sorted(self.returning)}
+        self._store.set(f"admission/{number}", json.dumps(facts))  # the same from all of them
+
+    def wait_for_admission(self) -> str:
+        """Wait until the others take this process in, and be a member then; return why they do not, or empty."""
+        self.announce("")
+        self.announce("", "takes")
+        self._store.set(f"ready/{self.rank}", "")
+        keys = {key: f"{key}/{self.rank}" for key in ("admission", "refused")}
+        while not self._store.check([keys["admission"]]):
+            if self._store.check([keys["refused"]]):
+                return self._store.get(keys["refused"]).decode()
+            if self._store.check(["ended"]):
+                return "the run has come to its end"
+            time.sleep(_POLL_SECONDS / 4)
+        admission = json.loads(self._store.get(keys["admission"]))
+        self.members, self._num_meetings = admission["members"], admission["meetings"]
+        with self._lock:  # others may have been settled while this one waited
+            self._settled |= {number for number in self.returning if self._store.check([f"fate/{number}"])}
+            self.returning = self.returning.union(admission["returning"]) - self._settled
+            for number in self.returning:
+                self._store.set(f"seen/{number}/{self.rank}", "")
+        self.is_alone = False
+        return ""

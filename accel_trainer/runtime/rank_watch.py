@@ -14,7 +14,6 @@ nothing for it, and do nothing but count. Three things happen through it:
 from __future__ import annotations
 
 import atexit
-import itertools
 import json
 import os
 import sys
@@ -141,7 +140,8 @@ class RankWatch:
 
         `store` is a connection of its own to the job's, which goes with this process where it `hosts_store`.
         """
-        self._prefix = f"accel_trainer/watch {next(_numbers)}"
+        # Counted in the store: one that joins the others later has begun fewer of them.
+        self._prefix = f"accel_trainer/watch {store.add(f'accel_trainer/watches/{rank}', 1)}"
         self.pace = Pace(hang, time.monotonic())
         self.calls = CallRecord()
         self.facts = FactBoard(store, self._key("facts"), rank, world_size)
@@ -629,7 +629,6 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 # hook alone was hidden by the next one, and a second of the same kind came on top.
 _HOOK_NAMES = "accel_trainer_hooks"
 
-_numbers = itertools.count()
 _watch: RankWatch | None = None
 
 

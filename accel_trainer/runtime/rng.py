@@ -212,6 +212,14 @@ def reseed_from_saved(saved: Mapping[str, Any], rank: int) -> None:
     _seed_mixed(int.from_bytes(digest, "big"), rank)
 
 
+def take_streams(state: Mapping[str, Any], rank: int) -> None:
+    """Go on with streams of rank `rank` that another's state gives: with that itself where all have the same."""
+    if _stay_equal:
+        set_rng_state(dict(state))
+    else:
+        reseed_from_saved(state, rank)
+
+
 def check_rng_types(rng_types: Iterable[str], device: torch.device) -> tuple[str, ...]:
     """Return the streams that have to be synchronised on a job's ranks: "torch", or the kind of their device.
 

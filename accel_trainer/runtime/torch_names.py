@@ -27,6 +27,7 @@ UNIT_EXCHANGES = ("_allgather_base_", "_reduce_scatter_base_")
 SNAPSHOTS = ("record_memory_history", "dump_snapshot")
 
 AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
+HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler"
 _REFUSED = "AccelTrainerError where it is used"
 _FOREACH = f"{_REFUSED}: gradients are scaled, clamped, copied and added by one kernel for all"
 FSDP_UNIT = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
@@ -37,6 +38,7 @@ _RING_GONE = f"{_REFUSED}: parallel.cp_size"
 _PLANNED = "`accel-trainer estimate` counts no operations of mixtures of experts, or of attention on CPUs"
 _EXPOSED = "`accel-trainer estimate` says that the computation waits for FSDP2's parameters"
 _NOT_OUTLIVED = f"{_REFUSED}: where a rank is lost, by `accel-trainer launch --on_rank_loss continue`"
+_NOT_REPLACED = f"{_REFUSED}: where a rank is to be started again, by on_rank_loss 'replace'"
 PRIVATE_NAMES = {
     **{f"torch._foreach_{name}_": _FOREACH for name in ("add", "clamp_max", "clamp_min", "copy", "mul", "zero")},
     "torch._foreach_norm": f"{_REFUSED}: norms of gradients are computed by one kernel for all",
@@ -76,9 +78,15 @@ PRIVATE_NAMES = {
         }.items()
     },
     f"{AGENT}._pcontext": _NOT_OUTLIVED,
+    f"{HANDLER}._popen": _NOT_REPLACED,
+    "torch._C._distributed_c10d._create_work_from_future": _NOT_REPLACED,
     **{
         f"torch.nn.parallel.DistributedDataParallel.{name}": f"{_REFUSED}: by on_rank_loss 'continue'"
         for name in ("_update_process_group", "_sync_buffers")
+    },
+    **{
+        f"torch.nn.parallel.DistributedDataParallel.{name}": _NOT_REPLACED
+        for name in ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
     },
     f"{AGENT}._restart_workers": f"{_REFUSED}: machines that come to a job, by `accel-trainer launch`",
     f"{AGENT}._remaining_restarts": (f"{_REFUSED}: jobs on several ranks, by `accel-trainer launch`"),

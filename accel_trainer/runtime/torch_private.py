@@ -29,7 +29,7 @@ from torch.utils.data._utils import worker
 
 from accel_trainer import logging
 from accel_trainer.errors import AccelTrainerError
-from accel_trainer.runtime.torch_names import AGENT, FSDP_UNIT, PRIVATE_NAMES, SEEN_IN, SNAPSHOTS
+from accel_trainer.runtime.torch_names import AGENT, FSDP_UNIT, HANDLER, PRIVATE_NAMES, SEEN_IN, SNAPSHOTS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
@@ -294,6 +294,14 @@ def regroup_replicas(replicas: nn.parallel.DistributedDataParallel) -> None:
     _need(replicas, "torch.nn.parallel.DistributedDataParallel._update_process_group")(default_group())
 
 
+def rebuild_buckets(replicas: nn.parallel.DistributedDataParallel) -> None:
+    """Have a DDP wrapper exchange gradients in the buckets that it had when it was made."""
+    name = "torch.nn.parallel.DistributedDataParallel"
+    parameters, are_sparse = _need(replicas, f"{name}._build_params_for_reducer")()
+    names = _need(replicas, f"{name}._build_debug_param_to_name_mapping")(parameters)
+    _need(replicas, f"{name}._ddp_init_helper")(parameters, are_sparse, names, replicas.static_graph)
+
+
 def guard_buffers(replicas: nn.parallel.DistributedDataParallel, on_error: Callable[[RuntimeError], None]) -> None:
     """Have `on_error` called where the broadcast of buffers before a forward fails, which then goes on; or raises."""
     broadcast = _need(replicas, "torch.nn.parallel.DistributedDataParallel._sync_buffers")
@@ -310,6 +318,26 @@ def guard_buffers(replicas: nn.parallel.DistributedDataParallel, on_error: Calla
             on_error(failure)
 
     replicas._sync_buffers = guarded  # type: ignore[method-assign]
+
+
+def completed_work(result: Any) -> dist.Work:
+    """Return the handle of a collective that has ended, for a process group written in Python."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    work: dist.Work = _bind("torch._C._distributed_c10d", "_create_work_from_future")(future)
+    return work
+
+
+def start_worker_anew(agent: SimpleElasticAgent, local_rank: int, environment: Mapping[str, str]) -> int:
+    """Start the program of one of an elastic agent's workers anew, right behind `forget_worker`; return the pid."""
+    context = _need(agent, f"{AGENT}._pcontext")
+    handler = context.subprocess_handlers[local_rank]
+    # With the output files of the first one, which it goes on in. The agent, which has not looked at that one since,
+    # takes it for the same worker.
+    environment = {**context.envs[local_rank], **environment}
+    handler.proc = _need(handler, f"{HANDLER}._popen")(handler.proc.args, environment)
+    pid: int = handler.proc.pid
+    return pid
 
 
 def forget_worker(agent: SimpleElasticAgent, local_rank: int) -> None:

@@ -298,10 +298,10 @@ class TrainUnit(Protocol):
         """Keep the buffers that a forward changes, for `rejoin`."""
         return
 
-    def rejoin(self, *, in_update: bool) -> None:
-        """Exchange gradients over the ranks that are left; drop an update that is not complete.
+    def rejoin(self, *, in_update: bool, has_new: bool = False) -> None:
+        """Exchange gradients over the ranks of the present group; drop an update that is not complete.
 
-        Every rank that is left calls it; only where `why_irreplaceable` finds nothing.
+        Every one of them calls it; only where `why_irreplaceable` finds nothing. `has_new`: one has joined the others.
         """
         return
 

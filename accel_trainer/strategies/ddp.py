@@ -23,6 +23,7 @@ from accel_trainer.runtime.torch_private import (
     exposed_exchange_seconds,
     guard_buffers,
     is_exchange_open,
+    rebuild_buckets,
     regroup_replicas,
 )
 from accel_trainer.runtime.whereabouts import section
@@ -213,10 +214,15 @@ class DDPUnit(NativeUnit):
             self._replicas.require_forward_param_sync = True
         self._kept = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
 
-    def rejoin(self, *, in_update: bool) -> None:
+    def rejoin(self, *, in_update: bool, has_new: bool = False) -> None:
         """Exchange gradients over the job's present group; within an update drop them, and put the buffers back."""
         assert self._replicas is not None
         regroup_replicas(self._replicas)
+        if has_new:
+            # One that joins has the buckets of a model that was never trained.
+            self.zero_grad()
+            rebuild_buckets(self._replicas)
+            _outlive_reducer(self._replicas)
         self._has_exchanged = False
         if not in_update:
             return

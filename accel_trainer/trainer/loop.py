@@ -252,8 +252,8 @@ class EpochRun:
     def _window(self, num_batches: int, restore_rng_from: str | None) -> bool:
         """Train the micro-batches of one update; return whether there were any."""
         trainer, reader, checkpoints = self.trainer, self.reader, self.trainer.run_checkpoints
-        clock, first, lost = trainer.run_clock, self.step, trainer.accelerator.lost_ranks
-        num_read = num_batches if lost is None else lost.begin_update(num_batches)
+        clock, first = trainer.run_clock, self.step
+        num_read = self._begin_update(num_batches)
         # Before anything is read: a checkpoint within this update has the loader where the update begins.
         checkpoints.begin_update(trainer.callback_handler.train_dataloader)
         if clock.sample is not None:
@@ -289,6 +289,18 @@ class EpochRun:
         if not batches:
             checkpoints.end_update(None)
         return bool(batches)
+
+    def _begin_update(self, num_batches: int) -> int:
+        """Return of how many micro-batches an update is made, once ranks that return have joined. Collective if any."""
+        trainer, lost = self.trainer, self.trainer.accelerator.lost_ranks
+        if lost is None:
+            return num_batches
+        trainer.handover.place = self.epoch, self.step
+        if lost.admit():
+            trainer.meet_anew()
+            self.sync = None
+            self.reader.forget()
+        return lost.begin_update(num_batches)
 
     def _micro_batch(self, inputs: Any, num_items: Any, *, is_first: bool, is_last: bool) -> None:
         trainer, handler = self.trainer, self.trainer.callback_handler

@@ -50,6 +50,7 @@ from accel_trainer.trainer.checkpoint.resuming import ResumingMethods, begin_pas
 from accel_trainer.trainer.checkpoint.saving import RunCheckpoints, SavingMethods
 from accel_trainer.trainer.evaluation import EvaluationPreempted, run_evaluation
 from accel_trainer.trainer.fingerprints import Fingerprints
+from accel_trainer.trainer.handover import TrainerHandover
 from accel_trainer.trainer.loop import EpochRun, WindowReader, take_back
 from accel_trainer.trainer.loss import (
     LossNormalization,
@@ -340,6 +341,10 @@ class Trainer(ResumingMethods, transformers.Trainer):
         # Frames of a loop over a loader would keep its pass open.
         traceback.clear_frames(error.__traceback__)
         lost.go_on(error)
+        self.meet_anew()
+
+    def meet_anew(self) -> None:
+        """Go on in another group of ranks. Every one of them calls it; they do not communicate."""
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
         if self.decisions is not None:
@@ -362,11 +367,11 @@ class Trainer(ResumingMethods, transformers.Trainer):
         self._loss_normalization.begin(self)
         self._preparation.release()  # before upstream frees the Accelerator's memory, the optimizer's state with it
         args.auto_find_batch_size = self._searches_batch_size
-        lost = self.accelerator.lost_ranks
+        lost, self.handover = self.accelerator.lost_ranks, TrainerHandover(self)
         with (
             nullcontext()
             if lost is None
-            else lost.beginning_updates(args.gradient_accumulation_steps, reports=bool(args.report_to))
+            else lost.beginning_updates(args.gradient_accumulation_steps, self.handover, reports=bool(args.report_to))
         ):
             return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
 
@@ -397,11 +402,19 @@ class Trainer(ResumingMethods, transformers.Trainer):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
         self.begin_local_updates(resume_from_checkpoint)
+        self._join_others()
         if self.is_world_process_zero():
             if (resumption := self.run_checkpoints.resumption) is not None:
                 resumption.warn_of_changes(self)
             self.run_report.begin(model)
         return model, train_dataloader
+
+    def _join_others(self) -> None:
+        """Join the others in the middle of their training, in a process that was started in a lost rank's place."""
+        if self.accelerator.process.is_alone and self.accelerator.lost_ranks is not None:
+            self.begin_decisions()  # which compares what ranks do: the others have done so
+            self.accelerator.lost_ranks.join()
+            self.meet_anew()
 
     def _run_epoch(
         self,
@@ -417,6 +430,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
         epochs_trained: int,
         steps_trained_in_current_epoch: int,
     ) -> None:
+        if (num_before := self.handover.begin_epoch(epoch)) is None:
+            return
         if self.run_checkpoints.metrics.begun_at is None:
             self.run_checkpoints.metrics.begun_at = self.state.global_step
             self.resume_running_loss()
@@ -440,7 +455,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
             trial=trial,
             ignore_keys_for_eval=ignore_keys_for_eval,
             start_time=start_time,
-            step=trained - 1,
+            step=trained + num_before - 1,
             is_resumed=is_resumed,
         )
         modules = tuple(model.modules())

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import tempfile
+import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,17 +18,20 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator
+from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.runtime.process import find_rank
 from tests.cells import crossed
+from tests.fault_injection import fault_env
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.accelerator")
 
 CONTINUE = {"ACCEL_TRAINER_LAUNCH__ON_RANK_LOSS": "continue"}
+REPLACE = {"ACCEL_TRAINER_LAUNCH__ON_RANK_LOSS": "replace", "ACCEL_TRAINER_LAUNCH__MAX_RESTARTS": "9"}
 
 
 class Setup(NamedTuple):
-    """A run of two epochs."""
+    """A run of some epochs."""
 
     num_steps: int = 1
     batch_size: int = 2
@@ -34,6 +39,11 @@ class Setup(NamedTuple):
     by_tokens: bool = False
     num_workers: int = 0
     strategy: str = "ddp"
+    width: int = 8
+    ema_decay: float | None = None
+    num_epochs: int = 2
+    waits: tuple[int, ...] = ()
+    """Updates behind which the ranks that are left wait for one that returns."""
 
 
 class Killed(NamedTuple):
@@ -57,75 +67,124 @@ class Centered(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), Centered(), nn.Linear(8, 1))
+        self.body = nn.Sequential(nn.Linear(4, width), nn.Tanh(), Centered(), nn.Linear(width, 1))
 
     def forward(self, index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return (self.body(x) - x.sum(1, keepdim=True)).square()
 
 
-def build(setup: Setup) -> Any:
+class Counts:
+    """What a loop counts, and a rank that joins the others goes on with."""
+
+    def __init__(self) -> None:
+        self.updates = self.attempt = self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
+def build(setup: Setup, folder: Path | None = None) -> Any:
     torch.manual_seed(0)
-    options = {"data": {"even_batches": setup.even_batches}, "strategy": setup.strategy}
+    options: dict[str, Any] = {"data": {"even_batches": setup.even_batches}, "strategy": setup.strategy}
+    if setup.ema_decay is not None:
+        options["ema_decay"] = setup.ema_decay
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=setup.num_steps, config=options)
     data = [{"index": i, "x": torch.randn(4, generator=torch.Generator().manual_seed(i)).double()} for i in range(30)]
-    net = Net().double()
+    net = Net(setup.width).double()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader(data, setup.batch_size, shuffle=True, num_workers=setup.num_workers)
+    wait_for_others(folder if setup.waits else None)
     return accelerator, net, *accelerator.prepare(net, optimizer, loader, scheduler)
 
 
 def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, spoils: bool = False) -> Any:
     """Return parameters, updates, size of the job and rank; write which samples were taken into which update."""
-    accelerator, net, model, optimizer, loader, scheduler = build(setup)
-    launched_as, number, updates, attempt = find_rank(), 0, 0, 0
+    launched_as = find_rank()
+    accelerator, net, model, optimizer, loader, scheduler = build(setup, folder)
+    counts = Counts()
+    accelerator.register_for_checkpointing(counts)
 
     def pass_place(name: str) -> None:
-        if Killed(launched_as, number, name) in killed:
+        if Killed(launched_as, counts.number, name) in killed:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    for _ in range(2):
+    accelerator.load_state("nowhere", missing_ok=True)
+    for _ in range(loader.epoch, setup.num_epochs):
         for inputs in loader:
             valid = loader.rows.rows[accelerator.process_index]
             if folder is not None:
                 with open(folder / str(launched_as), "a") as file:
-                    file.write(json.dumps([updates, attempt, inputs["index"][:valid].tolist()]) + "\n")
+                    file.write(json.dumps([counts.updates, counts.attempt, inputs["index"][:valid].tolist()]) + "\n")
             pass_place("data")
             with accelerator.accumulate(model):
                 losses = model(**inputs)
                 pass_place("backward")
-                loss = losses.mean()
-                if setup.by_tokens:
-                    loss = accelerator.global_token_mean(losses.sum(), losses.numel())
-                accelerator.backward(loss)
+                accelerator.backward(mean_of(losses, accelerator, setup))
                 pass_place("optimizer")
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            if spoils and launched_as == 0 and number == 2:
+            if spoils and launched_as == 0 and counts.number == 2:
                 accelerator.lost_ranks.num_updates += 1
             pass_place("gather")
             assert len(accelerator.gather(torch.ones(1))) == accelerator.num_processes
             if accelerator.sync_gradients:
-                updates, attempt = updates + 1, 0
+                counts.updates, counts.attempt = counts.updates + 1, 0
             elif loader.num_given == 0:  # a rank was lost
-                attempt += 1
+                counts.attempt += 1
             pass_place("callback")
-            number += 1
-    values = {name: value.detach().clone() for name, value in net.named_parameters()}
-    assert updates == scheduler.last_epoch
-    facts = updates, accelerator.num_processes, accelerator.process_index
+            counts.number += 1
+            if folder is not None and accelerator.sync_gradients and counts.updates in setup.waits:
+                wait_for_return(accelerator, folder, counts.updates)
+    values = values_of(net, accelerator.unit_of(model).averages)
+    assert counts.updates == scheduler.last_epoch
+    facts = counts.updates, accelerator.num_processes, accelerator.process_index
     accelerator.end_training()
     return values, *facts
+
+
+def values_of(net: nn.Module, averages: Any) -> dict[str, torch.Tensor]:
+    values = {name: value.detach().clone() for name, value in net.named_parameters()}
+    if averages is not None:
+        values |= {f"average of {name}": averages.of(value).detach() for name, value in net.named_parameters()}
+    return values
+
+
+def mean_of(losses: torch.Tensor, accelerator: Accelerator, setup: Setup) -> torch.Tensor:
+    return accelerator.global_token_mean(losses.sum(), losses.numel()) if setup.by_tokens else losses.mean()
+
+
+def wait_for_return(accelerator: Any, folder: Path, update: int) -> None:
+    """Wait behind an update until one that returns waits to join, and it for this."""
+    (folder / f"waits behind {update}").touch()
+    wait_until(lambda: accelerator.lost_ranks._survivors.returning)
+
+
+def wait_for_others(folder: Path | None) -> None:
+    """Wait, in a process that returns, until the others wait for it."""
+    number, _, num_first = os.environ.get(RETURNS_VARIABLE, "0/1").partition("/")
+    if folder is not None:
+        wait_until(lambda: len([*folder.glob("waits*")]) > int(number) - int(num_first))
+
+
+def wait_until(happens: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 40
+    while not happens():
+        assert time.monotonic() < deadline, "the others have not come"
+        time.sleep(0.01)
 
 
 def samples_of_updates(folder: Path) -> list[list[int]]:
     """Return the samples of each update's last attempt, over all ranks, those that were killed included."""
     found: dict[tuple[int, int], list[int]] = {}
-    for path in folder.iterdir():
+    for path in folder.glob("[0-9]"):
         for update, attempt, samples in map(json.loads, path.read_text().splitlines()):
             found.setdefault((update, attempt), []).extend(samples)
     return [sorted(found[each]) for each in dict(sorted(found)).items()]  # the last attempt of each update
@@ -137,10 +196,17 @@ def undisturbed(setup: Setup, world_size: int) -> Any:
         return run_ranks(train, world_size, (), setup, Path(folder))[0], samples_of_updates(Path(folder))
 
 
-def check(folder: Path, killed: tuple[Killed, ...], setup: Setup, world_size: int = 4) -> None:
-    (expected, *_), samples = undisturbed(setup, world_size)
-    results = run_ranks(train, world_size, killed, setup, folder, env=CONTINUE, outlives=True, timeout=90)
-    left = [rank for rank in range(world_size) if rank not in {each.rank for each in killed}]
+def check(
+    folder: Path, killed: tuple[Killed, ...], setup: Setup, world_size: int = 4, left: list[int] | None = None
+) -> None:
+    (expected, *_), samples = undisturbed(setup._replace(waits=()), world_size)
+    env = REPLACE if setup.waits else CONTINUE
+    results = run_ranks(
+        train, world_size, killed, setup, folder, env=env, outlives=True, replaces=len(setup.waits), timeout=90
+    )
+    lost = [each.rank for each in killed]
+    # Those that return are the last, in the order in which they do.
+    left = left or [rank for rank in range(world_size) if rank not in lost] + lost * bool(setup.waits)
     assert samples_of_updates(folder) == samples
     for number, rank in enumerate(left):
         values, *numbers = results[rank]
@@ -184,3 +250,69 @@ def test_ranks_at_different_updates_give_up_together() -> None:
     ) as failed:
         run_ranks(train, 4, (Killed(2, 3, "backward"),), Setup(), spoils=True, env=CONTINUE, outlives=True)
     assert len(failed.value.failures) == 3
+
+
+def save_and_evaluate(folder: Path, killed: bool) -> Any:
+    """Train an update, save, train another, evaluate; a rank may be killed in the evaluation."""
+    accelerator, _, model, optimizer, loader, _ = build(Setup())
+    evaluated = accelerator.prepare(DataLoader(torch.arange(24.0).reshape(24, 1), 2))
+    for number, inputs in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**inputs).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 0:
+            accelerator.save_state(folder / "state")
+        if number == 1:
+            break
+    weights = accelerator.unwrap_model(model).state_dict()
+    for step, batch in enumerate(evaluated):
+        if killed and step == 1 and accelerator.process_index == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        accelerator.gather_for_metrics(batch)
+    return weights
+
+
+def load_whole(folder: Path) -> None:
+    accelerator = build(Setup())[0]
+    accelerator.prepare(DataLoader(torch.arange(24.0).reshape(24, 1), 2))
+    accelerator.load_state(folder)
+
+
+@pytest.mark.parametrize(
+    "point", ["begin", "after_shard", "before_vote", "after_vote", "before_rename", "after_rename"]
+)
+def test_a_state_is_saved_by_those_left(point: str, tmp_path: Path) -> None:
+    faults = fault_env(f"kill9@save.{point}:rank=2")
+    results = run_ranks(save_and_evaluate, 4, tmp_path, False, env=CONTINUE | faults, outlives=True, timeout=60)
+    assert results[2] is None
+    run_ranks(load_whole, 2, tmp_path / "state")
+
+
+def test_a_loss_in_an_evaluation_of_a_loop_ends_all_together(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="this job cannot go on without it: it was evaluating") as failed:
+        run_ranks(save_and_evaluate, 4, tmp_path, True, env=CONTINUE, outlives=True)
+    assert len(failed.value.failures) == 3
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(waits=(2,)),
+        Setup(waits=(3,)),  # behind the last update of an epoch
+        Setup(num_steps=3, waits=(1,)),
+        Setup(num_steps=2, batch_size=3, even_batches=False, waits=(2,)),
+        Setup(by_tokens=True, even_batches=False, waits=(2,)),
+        Setup(num_workers=2, waits=(3,)),
+        Setup(width=300_000, ema_decay=0.5, waits=(2,)),  # gradients of several buckets
+    ],
+    ids=str,
+)
+def test_a_rank_returns_between_two_updates(setup: Setup, tmp_path: Path) -> None:
+    check(tmp_path, (Killed(1, 1, "backward"),), setup)
+
+
+def test_ranks_return_one_after_the_other(tmp_path: Path) -> None:
+    """Rank 0 among them, whose process is killed once more, and not replaced then."""
+    killed = (Killed(0, 1, "backward"), Killed(3, 6, "data"), Killed(0, 13, "optimizer"))
+    check(tmp_path, killed, Setup(waits=(2, 5)), left=[1, 2, 3])

@@ -98,6 +98,10 @@ def test_machines_that_come_and_go_are_a_range(tmp_path: Path, script: str) -> N
     ("words", "message"),
     [
         (
+            "--on_rank_loss replace",
+            r"on_rank_loss=replace .*max_restarts=0 .*: that is how many processes may be started in the place of",
+        ),
+        (
             "--on_rank_loss continue --num_machines 2 --main_process_ip 10.0.0.1",
             r"on_rank_loss=continue .*num_machines=2 .*: ranks go on without one that was killed on one machine",
         ),

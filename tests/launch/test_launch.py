@@ -284,6 +284,53 @@ def test_workers_go_on_without_one_that_is_killed(tmp_path: Path) -> None:
     assert "rank 2 is 1 of 2, 7 micro-batches" in output
 
 
+RETURNED = """
+import os, signal, sys, time, torch
+from accel_trainer import Accelerator
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+samples = torch.arange(6000.0).reshape(6000, 1) / 6000
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(samples, 2))
+if sys.argv[1] == "load":
+    accelerator.load_state("nowhere", missing_ok=True)
+is_first, updates, after = "ACCEL_TRAINER_RETURNS_AS" not in os.environ, 0, 0
+for batch in loader:
+    if is_first and updates == 2 and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    updates += accelerator.sync_gradients
+    time.sleep(0.05)
+    after += accelerator.num_processes == 3 and (updates > 3 or not is_first)
+    if after == 3 or updates > 3 and sys.argv[1] != "load":
+        break
+weight = accelerator.unwrap_model(model).weight.item()
+said = f"rank {os.environ['RANK']} is {accelerator.process_index} of {accelerator.num_processes}, {weight:.12f}"
+sys.stdout.write(said + "\\n")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("action", ["load", "forget"])
+def test_another_is_started_in_the_place_of_a_worker_that_is_killed(action: str, tmp_path: Path) -> None:
+    words = ["--cpu", "--num_processes", "3", "--on_rank_loss", "replace", "--max_restarts", "1"]
+    code, output = launch(tmp_path, *words, write(tmp_path, RETURNED), action)
+    assert code == 0, output
+    if action == "forget":
+        assert "go on without it, and none is started in its place: the loop has not called load_state()" in output
+        return
+    assert "the 2 that are left go on without it; another is started in its place (1 of 1)" in output
+    assert re.search(
+        r"in the place of a lost rank is rank 2 of 3 behind update \d+, for which the others waited \d\.\d", output
+    )
+    found = dict(re.findall(r"rank (\d) is (\d of \d, .*)", output))
+    weight = found["0"].rpartition(", ")[2]
+    assert found == {"0": f"2 of 3, {weight}", "1": f"0 of 3, {weight}", "2": f"1 of 3, {weight}"}
+
+
 def test_workers_that_cannot_go_on_without_another_are_started_again(tmp_path: Path) -> None:
     words = [*TWO, "--on_rank_loss", "continue", "--max_restarts", "1"]
     code, output = launch(tmp_path, *words, write(tmp_path, OUTLIVED), "by_hand", "1")

@@ -12,15 +12,16 @@ import pytest
 import torch
 from torch import nn
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
+from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.runtime.process import find_rank
+from tests.accelerator.test_lost_ranks import CONTINUE, REPLACE, wait_for_others, wait_for_return
 from tests.cells import beyond
 from tests.fault_injection import fault_env
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.trainer", "accel_trainer.accelerator", "transformers")
-
-CONTINUE = {"ACCEL_TRAINER_LAUNCH__ON_RANK_LOSS": "continue"}
 
 
 class Regression(nn.Module):
@@ -35,18 +36,26 @@ class Regression(nn.Module):
         return {"loss": (output - labels).square().mean(), "logits": output}
 
 
-class Callbacks(TrainerCallback):
-    """Notes the losses, and kills a rank at the end of an update."""
+class Callbacks(TrainerCallback, ExportableState):
+    """Counts updates, kills a rank at the end of one, and lets the others wait behind another for one that returns."""
 
-    def __init__(self, killed: int) -> None:
-        self.killed = killed
+    def __init__(self, killed: int, waits_at: int) -> None:
+        self.killed, self.waits_at = killed, waits_at
+        self.num_updates = 0
+        self.trainer: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3 and find_rank() == self.killed:
+        self.num_updates += 1
+        if state.global_step == 3 and self.killed == find_rank() and RETURNS_VARIABLE not in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
+        if state.global_step == self.waits_at:
+            wait_for_return(self.trainer.accelerator, Path(args.output_dir), self.waits_at)
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"killed": self.killed}, "attributes": {"num_updates": self.num_updates}}
 
 
-def train(folder: Path, killed: int = -1, num_steps: int = 1, resume: str | None = None) -> Any:
+def train(folder: Path, killed: int = -1, num_steps: int = 1, resume: str | None = None, waits_at: int = 0) -> Any:
     """Return the parameters, predictions of the evaluations, and the state's numbers."""
     from accel_trainer.trainer import Trainer, TrainingArguments
 
@@ -65,11 +74,15 @@ def train(folder: Path, killed: int = -1, num_steps: int = 1, resume: str | None
         evaluations.append(sorted(prediction.predictions.flatten().tolist()))
         return {}
 
+    callbacks = Callbacks(killed, waits_at)
     trainer = Trainer(
-        Regression(), args, train_dataset=rows, eval_dataset=rows[:19], callbacks=[Callbacks(killed)],
+        Regression(), args, train_dataset=rows, eval_dataset=rows[:19], callbacks=[callbacks],
         compute_metrics=compute_metrics,
     )  # fmt: skip
+    callbacks.trainer = trainer
+    wait_for_others(folder)
     trainer.train(resume_from_checkpoint=resume)
+    assert resume or callbacks.num_updates == trainer.state.global_step
     state = trainer.state
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     values = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
@@ -82,16 +95,18 @@ def undisturbed(folder: Path, num_steps: int) -> Any:
     return run_ranks(train, 4, folder / "undisturbed", num_steps=num_steps)[0]
 
 
-def check(folder: Path, rank: int, results: list[Any], num_steps: int) -> None:
+def check(folder: Path, rank: int, results: list[Any], num_steps: int, *, returns: bool = False) -> None:
     values, evaluations, losses, facts, _ = undisturbed(folder.parent, num_steps)
-    left = [each for each in range(4) if each != rank]
+    left = [each for each in range(4) if each != rank] + [rank] * returns
     for number, each in enumerate(left):
         found = results[each]
-        assert found[4] == (3, number == 0)
+        assert found[4] == (len(left), number == 0)
         assert found[3] == facts
         for name, value in values.items():
             assert (found[0][name] - value).abs().max() < 1e-6, name
-        for own, expected in zip(found[1], evaluations, strict=True):
+        num_missed = len(evaluations) - len(found[1])
+        assert bool(num_missed) == (returns and each == rank)
+        for own, expected in zip(found[1], evaluations[num_missed:], strict=True):
             assert own == pytest.approx(expected, abs=1e-6)
         assert found[2][-3:] == pytest.approx(losses[-3:], abs=1e-4)
 
@@ -132,3 +147,10 @@ def test_a_checkpoint_of_those_left_goes_on_with_all(tmp_path: Path) -> None:
     assert results[0][3] == facts
     for name, value in values.items():
         assert (results[0][0][name] - value).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize(("rank", "num_steps", "waits_at"), [(2, 1, 4), (0, 1, 6), (1, 2, 4)])
+def test_a_rank_returns_between_two_updates(rank: int, num_steps: int, waits_at: int, tmp_path: Path) -> None:
+    """In the middle of an epoch, and between two: one has 7 updates, or 4."""
+    results = run_ranks(train, 4, tmp_path, rank, num_steps, env=REPLACE, replaces=1, timeout=90, waits_at=waits_at)
+    check(tmp_path, rank, results, num_steps, returns=True)

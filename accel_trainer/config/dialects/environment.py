@@ -22,12 +22,14 @@ from accel_trainer.logging import LEVEL_VARIABLE
 PREFIX = "ACCEL_TRAINER_"
 LAUNCH_VARIABLE = "ACCEL_TRAINER_LAUNCH"
 ATTEMPT_VARIABLE = "ACCEL_TRAINER_ATTEMPT"
+RETURNS_VARIABLE = "ACCEL_TRAINER_RETURNS_AS"
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 """The one of accelerate's that our launcher writes, too: scripts read it."""
 
 RESERVED_VARIABLES = {
     LAUNCH_VARIABLE: "the configuration file and the flags of `accel-trainer launch`, as JSON",
     ATTEMPT_VARIABLE: "how often the workers of a job on several machines were started again, and the job's name",
+    RETURNS_VARIABLE: "number of a process that is started in the place of a lost rank, and of those started at first",
     LEVEL_VARIABLE: "level of the package's log messages: debug, info, warning, ...",
 }
 """Variables with our prefix that are not options of the tree."""

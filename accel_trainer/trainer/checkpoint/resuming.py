@@ -86,7 +86,7 @@ class ResumingMethods(SavingMethods):
             and self.args.gradient_accumulation_steps > 1,
             config=self.args.resolved.config,
         )
-        given = _found(self, given)
+        given = None if self.accelerator.process.is_alone else _found(self, given)
         if given is not True and checkpoints.attempt > 0:
             # The arguments are those of the first start: what this job has saved since is newer than what they name.
             found = find_own(checkpoints, Path(self.args.output_dir))

@@ -1,0 +1,153 @@
+"""What a rank that joins a job takes from one of the others: everything that training goes on with.
+
+It travels over the process group, from rank 0 to the last rank; the others do not wait. Tensors keep dtype and values
+bit by bit, but for random streams, which are made of those of rank 0 and of the number of the new rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accel_trainer.accelerator.accumulation import PreparedUnit, TokenWindow
+from accel_trainer.checkpoint.run_state import decode, encode
+from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.progress import PROGRESS
+from accel_trainer.runtime.rng import get_rng_state, take_streams
+from accel_trainer.strategies.broadcast_values import buckets_of, split_like
+
+if TYPE_CHECKING:
+    from accel_trainer import Accelerator
+
+
+def send(value: Any, to_rank: int, device: torch.device) -> int:
+    """Send a state of plain data and tensors to a rank, which calls `receive`; return the bytes of the tensors."""
+    tensors: dict[str, Tensor] = {}
+    outline = encode(value, tensors)
+    kinds = {name: (tuple(t.shape), t.dtype, t.device.type) for name, t in tensors.items()}
+    dist.send_object_list([(outline, kinds)], dst=to_rank, device=device)
+    for bucket in buckets_of(tensors.values()):
+        flat = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in bucket])
+        dist.send(flat.view(torch.uint8), dst=to_rank)  # gloo knows few types
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def receive(from_rank: int, device: torch.device) -> Any:
+    """Return what a rank has sent by `send`."""
+    received: list[Any] = [None]
+    dist.recv_object_list(received, src=from_rank, device=device)
+    outline, kinds = received[0]
+    # The steps of an optimizer lie on the host, for instance.
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device=device if device.type == kind else kind)
+        for name, (shape, dtype, kind) in kinds.items()
+    }
+    for bucket in buckets_of(tensors.values()):
+        flat = torch.empty(sum(tensor.numel() for tensor in bucket), dtype=bucket[0].dtype, device=device)
+        dist.recv(flat.view(torch.uint8), src=from_rank)
+        for tensor, values in zip(bucket, split_like(flat, bucket), strict=True):
+            tensor.copy_(values)
+    return decode(outline, tensors)
+
+
+def collect_state(accelerator: Accelerator) -> dict[str, Any]:
+    """Return what an Accelerator has between two updates. Not collective; tensors are its own, and no copies."""
+    if accelerator._loss_scale is not None:
+        accelerator._loss_scale.flush()
+    prepared, guard = accelerator._prepared, accelerator.nonfinite_guard
+    return {
+        "units": [_collect_unit(each) for each in prepared.units],
+        "optimizers": [_collect_optimizer(each.optimizer) for each in prepared.optimizers],
+        "schedulers": [each.state_dict() for each in prepared.schedulers],
+        "objects": {name: each.state_dict() for name, each in accelerator._registered.objects.items()},
+        "loaders": [each.hand_over() for each in prepared.dataloaders],
+        "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+        "streams": get_rng_state(),
+        "updates": (PROGRESS.updates, 0 if guard is None else guard.update),
+    }
+
+
+def take_state(accelerator: Accelerator, state: Mapping[str, Any], number: int) -> None:
+    """Go on with the `collect_state` of another rank, as rank `number` of the job."""
+    prepared, guard = accelerator._prepared, accelerator.nonfinite_guard
+    _require_same({kind: (len(state[kind]), len(getattr(prepared, kind))) for kind in _COUNTED})
+    for unit, given in zip(prepared.units, state["units"], strict=True):
+        _take_unit(unit, given, accelerator.readers)
+    for optimizer, given in zip(prepared.optimizers, state["optimizers"], strict=True):
+        _take_optimizer(optimizer.optimizer, given)
+    for scheduler, given in zip(prepared.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(given)
+    for name, item in accelerator._registered.objects.items():
+        item.load_state_dict(state["objects"][name])
+    # The others may have prepared more since they began, for an evaluation.
+    for loader, given in zip(prepared.dataloaders, state["loaders"], strict=False):
+        loader.take_over(given)
+    if accelerator.scaler is not None and state["scaler"] is not None:
+        accelerator.scaler.load_state_dict(state["scaler"])
+    take_streams(state["streams"], number)
+    accelerator._pass_start.has_loaded_state = True
+    PROGRESS.updates, num_looked_at = state["updates"]
+    if guard is not None:
+        guard.update = num_looked_at
+
+
+_COUNTED = ("units", "optimizers", "schedulers")
+
+
+def _require_same(counts: Mapping[str, tuple[int, int]]) -> None:
+    differing = [f"{given} {kind} there, {own} here" for kind, (given, own) in counts.items() if given != own]
+    if differing:
+        raise ConfigError(
+            f"the other ranks have prepared other things than this one ({'; '.join(differing)}); prepare all of them "
+            "before load_state(), by which a rank joins the others"
+        )
+
+
+def _values(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from ((f"buffer {name}", value) for name, value in module.named_buffers())
+
+
+def _collect_unit(prepared: PreparedUnit) -> dict[str, Any]:
+    unit, averages = prepared.unit, prepared.unit.averages
+    found = {} if averages is None else {name: averages.of(p) for name, p in unit.module.named_parameters()}
+    return {
+        "values": dict(_values(unit.module)),
+        "averages": {name: average.detach() for name, average in found.items() if average is not None},
+        "tokens": None if prepared.tokens is None else prepared.tokens.state_dict(),
+    }
+
+
+@torch.no_grad()
+def _take_unit(prepared: PreparedUnit, given: Mapping[str, Any], readers: ProcessContext) -> None:
+    unit = prepared.unit
+    for name, value in _values(unit.module):
+        value.copy_(given["values"][name])
+    if unit.averages is not None:
+        parameters = dict(unit.module.named_parameters())
+        unit.averages.resume({parameters[name]: average for name, average in given["averages"].items()})
+    if given["tokens"] is not None:
+        prepared.tokens = prepared.tokens or TokenWindow(readers)
+        prepared.tokens.load_state_dicts([given["tokens"]], is_own=True)
+
+
+def _collect_optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    """Return groups, and the state of each parameter in their order; `load_state_dict` would cast it."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    states = [optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]]
+    return {"groups": groups, "states": [None if state is None else dict(state) for state in states]}
+
+
+def _take_optimizer(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+    for group, values in zip(optimizer.param_groups, given["groups"], strict=True):
+        group.update(values)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter, state in zip(parameters, given["states"], strict=True):
+        if state is not None:
+            optimizer.state[parameter] = state

@@ -1,0 +1,59 @@
+"""What ranks that are left know of each other: connections, and a group of ranks that are not there."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_trainer.runtime.alike_group import join_alike_group
+from accel_trainer.runtime.rank_loss import noting_connections
+from tests.ranks import run_ranks
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not list descriptors")
+def test_a_look_at_the_connections_leaves_no_descriptor_open() -> None:
+    with tempfile.TemporaryFile():
+        before = os.listdir("/proc/self/fd")
+        for _ in range(3):
+            with noting_connections():
+                pass
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def call_collectives() -> dict[str, Any]:
+    join_alike_group(3, 60)
+    objects: list[Any] = [None] * 3
+    dist.all_gather_object(objects, {"own": 1})
+    sent: list[Any] = ["own"]
+    dist.broadcast_object_list(sent, src=0)
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, ["a", "b", "c"], src=0)
+    gathered: list[Any] = [None] * 3
+    dist.gather_object("own", gathered, dst=0)
+    summed, largest, flat = torch.ones(2), torch.ones(2), torch.empty(6)
+    dist.all_reduce(summed)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    dist.all_gather_into_tensor(flat, torch.arange(2.0))
+    dist.barrier()
+    model = nn.Linear(2, 1)
+    replicas = DistributedDataParallel(model)
+    replicas(torch.ones(4, 2)).sum().backward()
+    sizes = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    tensors = [summed.tolist(), largest.tolist(), flat.tolist(), model.weight.grad.tolist()]
+    return {"objects": [objects, sent, received, gathered], "tensors": tensors, "sizes": sizes}
+
+
+def test_ranks_that_are_not_there_have_what_the_one_has() -> None:
+    found = run_ranks(call_collectives, 1)[0]
+    assert found["objects"] == [[{"own": 1}] * 3, ["own"], ["a"], ["own"] * 3]
+    # DDP's mean is that of equal gradients.
+    assert found["tensors"] == [[3.0, 3.0], [1.0, 1.0], [0.0, 1.0] * 3, [[4.0, 4.0]]]
+    assert found["sizes"] == (0, 3)
