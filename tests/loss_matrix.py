@@ -94,7 +94,9 @@ def describe(folder: Path, expected: Any, run: Any) -> tuple[str, str]:
     except RankFailure as failed:
         said = " ".join(failed.failures.values())
         kind = "hung" if "had not finished" in said else "ended together, to be started again"
-        return kind, f"{kind}: {said.strip().splitlines()[-1][:150]}"
+        lines = said.strip().splitlines()
+        reason = next((line for line in reversed(lines) if "RankLostError" in line), lines[-1])
+        return kind, f"{kind}: {reason[:250]}"
     left = [rank for rank, result in enumerate(results) if result is not None]
     far = max((results[r][name] - value).abs().max().item() for r in left for name, value in expected.items())
     kind = "went on" if far < 1e-6 else "WRONG WEIGHTS"

@@ -244,6 +244,26 @@ def test_begins_the_first_update_again(tmp_path: Path) -> None:
     check(tmp_path, (Killed(1, 0, "backward"),), Setup(), world_size=2)
 
 
+def say_why(parallel: dict[str, int]) -> str:
+    accelerator = Accelerator(cpu=True, config={"strategy": "fsdp2", "parallel": parallel})
+    model = nn.Linear(8, 8)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert accelerator.lost_ranks is not None
+    return accelerator.lost_ranks._survivors._said["able"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "reason"),
+    [
+        ({}, "its shards of the model, or of the optimizer's state, are lost with the rank"),
+        ({"dp_replicate_size": 2}, "FSDP2 has the groups of its replicas (dp_replicate_size) in the mesh of each"),
+    ],
+    ids=["shards", "replicas"],
+)
+def test_shards_are_refused_by_name(parallel: dict[str, int], reason: str) -> None:
+    assert all(said.startswith(reason) for said in run_ranks(say_why, 4, parallel, env=CONTINUE))
+
+
 def test_ranks_at_different_updates_give_up_together() -> None:
     with pytest.raises(
         RankFailure, match="some had completed an update, or a collective, that others had not"

@@ -80,6 +80,18 @@ class FSDP2Unit(NativeUnit):
                 self._order.note("the end of a backward")
             self._order.begin()
 
+    def why_irreplaceable(self) -> str:
+        """Return why the other ranks cannot go on where one is lost, replicas of all shards or not."""
+        mesh = _common_mesh(self.module.parameters())
+        if mesh is None or "replicate" not in (mesh.mesh_dim_names or ()):
+            return super().why_irreplaceable()
+        # They are in HSDPMeshInfo of every group of parameters, in the DTensorSpec of every parameter, and in what a
+        # forward or backward that was interrupted has left of both (torch 2.13).
+        return (
+            "FSDP2 has the groups of its replicas (dp_replicate_size) in the mesh of each parameter, where torch "
+            "cannot exchange them"
+        )
+
     def set_gradient_sync(self, enabled: bool) -> None:
         """Reduce and scatter gradients in the next backward, or keep them unsharded on this rank."""
         self._unsharded.sync = enabled
