@@ -31,7 +31,7 @@ from accel_trainer.runtime.alike_group import join_alike_group
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, bracket_ipv6, find_launch_info
 from accel_trainer.runtime.progress import PROGRESS
-from accel_trainer.runtime.rank_loss import Survivors, noting_connections
+from accel_trainer.runtime.rank_loss import Survivors, close_connections, noting_connections
 from accel_trainer.runtime.rank_watch import Hook, add_hook, current_watch, leave_watch, start_watch, stop_watch
 from accel_trainer.runtime.torch_private import default_group, forget_default_groups, group_timeout, set_group_timeout
 
@@ -524,9 +524,11 @@ def _leave_at_exit() -> None:
     # the error only when this process is gone.
     if getattr(sys, "last_value", None) is None:
         destroy_process_group()
-        # A model that still lives keeps gloo's threads. One of them that is about to drop a tensor waits for the
-        # interpreter, and would end the process with SIGABRT if that were gone: let it have its turn.
-        time.sleep(_LAST_TURN_SECONDS)
+    else:
+        close_connections()  # which ends what this process has begun with the others, now and not a moment later
+    # A model that still lives, or a group that is not left, keeps gloo's threads. One of them that is about to drop a
+    # tensor waits for the interpreter, and would end the process with SIGABRT if that were gone: let it have its turn.
+    time.sleep(_LAST_TURN_SECONDS)
 
 
 def destroy_process_group() -> None:
