@@ -57,7 +57,7 @@ class _AlikeGroup(_ProcessGroup):
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
         return completed_work(tensors)
 
-    def barrier(self, options: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None) -> dist.Work:
         return completed_work([])
 
 

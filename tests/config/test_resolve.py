@@ -103,7 +103,7 @@ def test_explain_has_one_row_for_every_option():
     rows = resolve(file="full_shard").explain()
 
     assert [path for path, _, _ in rows] == list(field_specs())
-    assert ("strategy", "fsdp2", Source(SourceKind.FILE, "fsdp_configs/full_shard.yaml:2")) in rows
+    assert ("strategy", "fsdp2", Source(SourceKind.FILE, "fsdp_configs/full_shard.yaml:4")) in rows
 
 
 def test_a_resolved_configuration_survives_pickling():
