@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_trainer import Accelerator, DataLoaderConfiguration
+from tests.cells import crossed
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -70,9 +71,9 @@ def train_uneven(strategy: str, is_default: bool, num_samples: int) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("is_default", [True, False], ids=["default", "context"])
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "rest"), [("single", 1, 1), ("ddp", 2, 1), ("ddp", 2, 2), ("ddp", 2, 3), ("fsdp2", 2, 1)]
+    ("strategy", "ranks", "rest", "is_default"),
+    crossed([("single", 1, 1), ("ddp", 2, 1), ("ddp", 2, 2), ("ddp", 2, 3), ("fsdp2", 2, 1)], [True, False]),
 )
 def test_ranks_with_fewer_samples_or_none_take_part_and_count_those(
     strategy: str, ranks: int, rest: int, is_default: bool

@@ -26,6 +26,7 @@ from accel_trainer.checkpoint.reader import CheckpointKind, open_checkpoint
 from accel_trainer.checkpoint.store import STALE_SECONDS, DirectoryLock
 from accel_trainer.errors import CheckpointLockedError, ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import init_process, read_environment
+from tests.cells import crossed
 from tests.checkpoint.crash_job import SavedRun, acknowledged, save_repeatedly
 from tests.fault_injection import fault_env
 from tests.publishing import ALONE, publish, publish_directory
@@ -332,9 +333,9 @@ def test_r19_a_run_shows_signs_of_life(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("host", "has_flock"), [("elsewhere", True), ("elsewhere", False), (socket.gethostname(), False)]
+    ("lives", "host", "has_flock"),
+    crossed([True, False], [("elsewhere", True), ("elsewhere", False), (socket.gethostname(), False)]),
 )
-@pytest.mark.parametrize("lives", [True, False])
 def test_a_clock_that_is_minutes_behind_makes_no_dead_run_of_a_live_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, has_flock: bool, lives: bool
 ):
