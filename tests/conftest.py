@@ -100,6 +100,7 @@ def early_fork_server(own_temporary_files: None) -> None:
         sys.modules["tests.ranks"].start_fork_server()
 
 
+# mypy reads transformers, and the stand-in for an accelerator is compiled: a minute, beside other tests.
 _EARLY = """
 from tests import stand_in, test_user_types
 test_user_types.read_script()
@@ -108,10 +109,11 @@ stand_in.build()
 _early_builds: list[subprocess.Popen[bytes]] = []
 
 
-def _begin_early_builds() -> None:
-    """Let mypy read transformers, and compile the stand-in for an accelerator, while other tests run: a minute."""
-    command = ["nice", sys.executable, "-c", _EARLY]
-    _early_builds.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True))
+def _begin_early_build(code: str, *words: str, **environ: str) -> None:
+    """Start what tests would wait for; where it fails, they build it themselves and say why."""
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command, variables = [*words, sys.executable, "-c", code], {**os.environ, **environ}
+    _early_builds.append(subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **silent))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -119,7 +121,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS and not config.option.markexpr
     if is_whole and getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        _begin_early_builds()
+        _begin_early_build(_EARLY, "nice")
+        if importlib.util.find_spec("deepspeed") is not None:
+            _begin_early_build(_COMPILE, DS_ACCELERATOR="cpu")  # the workers collect tests meanwhile
 
 
 def pytest_sessionfinish() -> None:
@@ -153,7 +157,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         sys.modules["torch"].set_num_threads(1)
     is_one_of_several = hasattr(session.config, "workerinput")
     if not is_one_of_several and any("test_user_types" in item.nodeid for item in session.items):
-        _begin_early_builds()
+        _begin_early_build(_EARLY, "nice")
     needed = any("deepspeed" in item.nodeid or "zero" in item.nodeid for item in session.items)
     if needed and not session.config.option.collectonly and importlib.util.find_spec("deepspeed") is not None:
         compile_collectives()
@@ -170,11 +174,22 @@ with runtime.watch_locks():
 """
 
 
+def _are_compiled() -> bool:
+    """Return whether they are there, of this torch: asking DeepSpeed takes each worker some seconds of a core."""
+    torch, folder = importlib.util.find_spec("torch"), os.environ.get("TORCH_EXTENSIONS_DIR", "")
+    library = Path(folder, "deepspeed_shm_comm", "deepspeed_shm_comm.so")
+    if torch is None or torch.origin is None or not library.exists() or library.with_name("lock").exists():
+        return False
+    return library.stat().st_mtime > os.stat(torch.origin).st_mtime
+
+
 def compile_collectives() -> None:
     """Have DeepSpeed compile its collectives for the CPU: up to minutes, which no test should have to wait for.
 
     Whose lock that waits for is said at once; pytest ends where nobody holds it, or where they cannot be compiled.
     """
+    if _are_compiled():
+        return
     environ = {**os.environ, "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-c", _COMPILE]
     said = []

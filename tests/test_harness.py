@@ -219,6 +219,30 @@ def test_a_test_that_leaks_fails_and_the_others_do_not(tmp_path: Path) -> None:
         assert ";" not in section, f"more than one leak was blamed on one test: {section}"
 
 
+def test_collectives_that_are_compiled_for_this_torch_are_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Compiling(Exception):
+        pass
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise Compiling
+
+    library = tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so"
+    library.parent.mkdir()
+    library.touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    compile_collectives()
+    (library.parent / "lock").touch()
+    with pytest.raises(Compiling):
+        compile_collectives()
+    (library.parent / "lock").unlink()
+    os.utime(library, (0, 0))
+    with pytest.raises(Compiling):
+        compile_collectives()
+
+
 def test_a_lock_of_a_killed_compiler_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed")
     if not hasattr(cpp_extension, "FileBaton"):
