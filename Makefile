@@ -59,8 +59,8 @@ PART ?= tests/conformance tests/runtime tests/integrations tests/test_precision.
 	$(addprefix tests/trainer/,test_training.py test_parallel_layouts.py test_deepspeed.py test_nonfinite.py \
 		checkpoint/test_resuming.py arguments/test_field_effects.py)
 PYTEST_ARGS ?=
-# Processes that share the files of the whole suite: ranks and launchers wait for each other half of their time.
-WORKERS ?= 2
+# Processes that share the files of the whole suite. Ranks and launchers wait for each other: one takes 0.8 of a core.
+WORKERS ?= 3
 BENCH_ARGS ?=
 # What to measure on a GPU, and with what: make gpu GPU_PYTHON=python3 GPU_ARGS="speed saving"; to try it: DEVICE=cpu TINY=1
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) python3)
