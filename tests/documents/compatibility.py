@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.conformance import test_chunked_loss, test_conformance, test_several, test_windows
+from tests.conformance import test_chunked_loss, test_conformance, test_several, test_techniques, test_windows
 from tests.odd import THINGS
 from tests.odd.loop import WHOLE
 from tests.release.floors import PROJECT, floors
@@ -92,7 +92,20 @@ def _odd() -> str:
     return "\n".join([*lines, "", *(f"{number}. {words}" for words, number in notes.items())]) + "\n"
 
 
-_TABLES = {"strategies": _strategies, "states": _states, "versions": _versions, "odd": _odd}
+def _techniques() -> str:
+    """Return a line for each technique: a tick where it is tested, else the number of the refusal's words."""
+    columns, notes = test_techniques.COLUMNS, dict[str, int]()
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{':-:|' * len(columns)}"]
+    for asked in test_techniques.TECHNIQUES.values():
+        words = [asked.refused.get(column) for column in columns]
+        cells = [str(notes.setdefault(each, len(notes) + 1)) if each else "✓" for each in words]
+        lines.append(f"| {asked.title} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {words}" for words, number in notes.items())]) + "\n"
+
+
+_TABLES = {
+    "strategies": _strategies, "states": _states, "versions": _versions, "odd": _odd, "techniques": _techniques
+}  # fmt: skip
 
 
 def replace_tables(text: str) -> str:
