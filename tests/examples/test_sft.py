@@ -15,5 +15,3 @@ def test_the_loss_of_conversations_that_were_held_out_falls(tmp_path: Path):
     assert float(found[1]) > 95
     assert run.result["base"] > 2
     assert run.result["chat"] < 0.5 * run.result["base"]
-    if "by LoRA" in run.out:
-        assert run.result["adapter off"] == run.result["base"]
