@@ -30,14 +30,17 @@ def build_rows() -> list[dict[str, torch.Tensor]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="name or folder (default: a tiny llama of bytes)")
     parser.add_argument("--checkpoint_uri", required=True, help="where checkpoints outlive the machine")
     parser.add_argument("--output_dir", default="spot-run", help="on the machine's own disk; default: %(default)s")
     parser.add_argument("--max_steps", type=int, default=100, help="default: %(default)s")
     options = parser.parse_args()
     set_seed(0)
-    config = AutoConfig.for_model(
-        "llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=256
-    )
+    if options.model is None:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=256, **sizes))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.model)
     arguments = TrainingArguments(
         output_dir=options.output_dir,
         checkpoint_uri=options.checkpoint_uri,
@@ -49,7 +52,7 @@ def main() -> None:
         per_device_train_batch_size=8,
         report_to="none",
     )
-    trainer = Trainer(model=AutoModelForCausalLM.from_config(config), args=arguments, train_dataset=build_rows())
+    trainer = Trainer(model=model, args=arguments, train_dataset=build_rows())
     result = trainer.train(resume_from_checkpoint="auto")  # on the first machine there is none
     if trainer.is_world_process_zero():
         print(

@@ -6,12 +6,14 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from tests.ranks import preload, run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -53,11 +55,27 @@ class ExampleRun:
         return dict(line.split("  ", 1) for line in lines) if "---\n" in self.out else {}
 
 
-def run_example(name: str, argv: Sequence[object], *, num_processes: int = 1, timeout: float = 100) -> list[ExampleRun]:
-    """Call `main` of `examples/NAME.py` with these arguments on every rank."""
-    alone = dict.fromkeys(_LAUNCHER_VARIABLES) if num_processes == 1 else {}
+def run_example(
+    name: str,
+    argv: Sequence[object],
+    *,
+    num_processes: int = 1,
+    num_machines: int = 1,
+    timeout: float = 100,
+    file: str = "",
+    **env: str,
+) -> list[ExampleRun]:
+    """Call `main` of `examples/NAME.py` with these arguments on every rank, launched with a configuration `file`."""
+    env |= {LAUNCH_VARIABLE: json.dumps({"config_file": file, "flags": {}})} if file else {}
+
+    def env_of(rank: int) -> dict[str, str | None]:
+        if num_processes == 1:
+            return env | dict.fromkeys(_LAUNCHER_VARIABLES)
+        size = num_processes // num_machines
+        return env | {"LOCAL_RANK": str(rank % size), "LOCAL_WORLD_SIZE": str(size)}
+
     argv = [str(argument) for argument in argv]
-    return run_ranks(_run, num_processes, name, argv, env=alone, timeout=timeout)
+    return run_ranks(_run, num_processes, name, argv, env=env_of, timeout=timeout)
 
 
 def _run(name: str, argv: list[str]) -> ExampleRun:
