@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs" / "gpu.md"
+DOCS = ROOT / "docs" / "gpu_figures.md"
 BEGIN, END = "<!-- make gpu: begin -->\n", "<!-- make gpu: end -->\n"
 # Beside torch, transformers and what they need themselves. All of their wheels together take less than 3 MiB.
 NEEDED = ("hypothesis", "numpy", "packaging", "pytest", "pytest_timeout", "safetensors", "tqdm", "xxhash", "yaml")
@@ -147,7 +147,7 @@ def _cell(value: Any) -> str:
 
 
 def write_docs(folder: Path, docs: Path = DOCS) -> None:
-    """Put the tables between the marks of docs/gpu.md, in the place of those that are there."""
+    """Put the tables between the marks of docs/gpu_figures.md, in the place of those that are there."""
     text = docs.read_text()
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)

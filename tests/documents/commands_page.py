@@ -24,6 +24,8 @@ What each command says of itself; [Launching](launching.md) tells what to do wit
 options are the same, and so are `accel-trainer` and `python -m accel_trainer`.
 """
 
+_NEXT = "Next: [Configuration](configuration.md) · [Launching](launching.md)\n"
+
 
 def _help(*words: str) -> str:
     output = io.StringIO()
@@ -52,7 +54,7 @@ def _sections() -> Iterator[str]:
 
 
 def build_page() -> str:
-    return "\n".join(_sections())
+    return "\n".join([*_sections(), _NEXT])
 
 
 if __name__ == "__main__":

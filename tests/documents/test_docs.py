@@ -31,7 +31,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 NEEDS = {"fp8": "torchao", "peft": "peft", "sentence_transformers": "sentence_transformers", "trl": "trl"}
 """Pages whose code needs a library that `make test` has not; tests/ecosystem runs them."""
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
+HINDI = sorted((ROOT / "docs" / "hi").glob("*.md"))
+WRITTEN_BY_TESTS = {"accelerate_names", "cli", "compatibility", "configuration"}
+"""Pages of tables, to be looked up and not read."""
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, *HINDI]
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,19 @@ def test_relative_links_lead_to_files_and_headings(page: Path):
 def test_the_map_names_every_page():
     linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
     assert linked >= {page.name for page in PAGES} - {"index.md"}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *HINDI], ids=lambda page: page.stem)
+def test_a_page_is_not_too_long_and_has_a_way_on(page: Path):
+    lines = page.read_text().splitlines()
+    assert len(lines) <= 300 or page.stem in WRITTEN_BY_TESTS
+    assert page.stem == "index" or re.match(r"(Next|आगे): \[[^\]]+\]\((\.\./)?\w+\.md\)", lines[-1])
+
+
+@pytest.mark.parametrize("page", HINDI, ids=lambda page: page.stem)
+def test_the_code_of_a_page_in_hindi_is_that_of_the_english_one(page: Path):
+    translated, original = blocks(page), blocks(page.parents[1] / page.name)
+    assert [(block.language, block.text) for block in translated] == [(b.language, b.text) for b in original]
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="a newer argparse sets its help otherwise")

@@ -20,7 +20,8 @@ DOCS = ROOT / "docs"
 
 def test_the_navigation_has_every_page_once():
     listed = re.findall(r"^\s+- ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    pages = [path.name for path in DOCS.glob("*.md")] + [f"reference/{page}.md" for page in reference.PAGES]
+    pages = [str(path.relative_to(DOCS)) for folder in (DOCS, DOCS / "hi") for path in folder.glob("*.md")]
+    pages += [f"reference/{page}.md" for page in reference.PAGES]
     assert sorted(listed) == sorted(pages)
 
 
@@ -43,6 +44,18 @@ def test_the_picture_names_strategies_and_options_that_exist():
     options = re.findall(r"fsdp\.\w+", text)
     assert len(options) == 3
     assert set(options) <= set(field_specs())
+
+
+def test_the_glossary_has_every_strategy_and_axis_once():
+    text = (DOCS / "glossary.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE)
+    words = [word for row in rows if row not in ("word", "---") for word in row.split(", ")]
+    assert len(words) == len(set(words))
+    (strategies,) = re.findall(r"^\| strategy \| .*: (.*) \|$", text, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", strategies)) == set(strategy_names()) | {"deepspeed"}
+    (axes,) = re.findall(r"^\| mesh, axis \| .*: (.*) \|$", text, re.MULTILINE)
+    sizes = {f"{axis}_size" for axis in re.findall(r"`(\w+)`", axes)}
+    assert sizes == {path.partition(".")[2] for path in field_specs() if re.fullmatch(r"parallel\.\w+_size", path)}
 
 
 def test_the_files_of_the_front_page_are_packaged():

@@ -34,9 +34,8 @@ PAGE = HERE.parents[1] / "docs" / "accelerate_names.md"
 RECORDED: dict[str, dict[str, dict[str, Any]]] = json.loads((HERE / "accelerate_1_15.json").read_text())
 CALLS: dict[str, dict[str, Any]] = json.loads((HERE / "calls_1_15.json").read_text())
 DIFFERENCES: dict[str, Any] = differences() | json.loads((HERE / "differences.json").read_text())
-MIGRATION = PAGE.with_name("migration.md")
-TABLES = ("changes", "modules", "behaviour", "scripts")
-"""Parts of docs/migration.md between two comments of these names."""
+TABLES = {"changes": "migration.md", "modules": "missing.md", "behaviour": "missing.md", "scripts": "missing.md"}
+"""Pages with a part between two comments of these names."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +166,8 @@ def render(compared: list[Compared]) -> str:
             grouped.setdefault(reason, []).append(f"`{path.partition('.')[2]}`")
         lines += ["", f"## {title}", "", f"| {head} | reason |", "|---|---|"]
         lines += [f"| {', '.join(names)} | {reason} |" for reason, names in grouped.items()]
+    ways = "[Coming from accelerate or transformers](migration.md) · [What is refused, and what is missing](missing.md)"
+    lines += ["", f"Next: {ways}"]
     return "\n".join(lines) + "\n"
 
 
@@ -212,21 +213,22 @@ def render_scripts() -> str:
     return "\n".join(lines)
 
 
-def with_tables(page: str, compared: list[Compared]) -> str:
-    """Return docs/migration.md with its tables written anew."""
-    for name, table in zip(
-        TABLES, (render_changes(), render_modules(compared), render_behaviour(), render_scripts()), strict=True
-    ):
+def with_tables(compared: list[Compared]) -> dict[Path, str]:
+    """Return the pages of `TABLES` with their tables written anew."""
+    pages = {name: PAGE.with_name(name).read_text() for name in dict.fromkeys(TABLES.values())}
+    tables = (render_changes(), render_modules(compared), render_behaviour(), render_scripts())
+    for (name, file), table in zip(TABLES.items(), tables, strict=True):
         begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-        head, _, rest = page.partition(begin)
-        page = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
-    return page
+        head, _, rest = pages[file].partition(begin)
+        pages[file] = f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
+    return {PAGE.with_name(file): text for file, text in pages.items()}
 
 
 if __name__ == "__main__":
     result = list(all_compared())
     PAGE.write_text(render(result))
-    MIGRATION.write_text(with_tables(MIGRATION.read_text(), result))
+    for page, text in with_tables(result).items():
+        page.write_text(text)
     for each in result:
         if each.status == "open":
             print(f"open: {each.path}: {each.reason or 'not here, and no reason'}")
