@@ -186,17 +186,26 @@ class AcceleratedOptimizer(Optimizer):
         return returned[0] if returned else None
 
     def _finish_windows(self) -> bool:
-        """Complete the gradients; return False where a rank is lost meanwhile, and the update begins again."""
+        """Complete the gradients; return False where a rank is lost meanwhile.
+
+        The update begins again then, or has come from a rank that had completed it.
+        """
 
         def finish() -> None:
             for prepared in self.prepared:
                 if not prepared.corrected:
                     prepared.finish_window()
 
-        if self.lost_ranks is not None:
-            return self.lost_ranks.attempt(finish)
-        finish()
-        return True
+        lost = self.lost_ranks
+        if lost is None:
+            finish()
+            return True
+        if not lost.takes_given() and lost.attempt(finish) and not lost.takes_given():
+            return True
+        self._step_was_skipped = False
+        if self._guard is not None:
+            self._guard.drop()
+        return False
 
     def _end_update(self) -> None:
         """Take the new weights into the averages of the models that this optimizer is the last one of."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class AcceleratorGathering(AcceleratorSettings):
             has_items=loader is not None and loader.yields_items,
         )
 
-    @repeated_by_those_left
+    @partial(repeated_by_those_left, is_alike=False)
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad the tensors of all ranks to the largest size along `dim`. Collective."""
         return collectives.pad_across_processes(

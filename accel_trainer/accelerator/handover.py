@@ -6,7 +6,7 @@ bit by bit, but for random streams, which are made of those of rank 0 and of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,12 +75,12 @@ def collect_state(accelerator: Accelerator) -> dict[str, Any]:
 
 def take_state(accelerator: Accelerator, state: Mapping[str, Any], number: int) -> None:
     """Go on with the `collect_state` of another rank, as rank `number` of the job."""
-    prepared, guard = accelerator._prepared, accelerator.nonfinite_guard
+    prepared = accelerator._prepared
     _require_same({kind: (len(state[kind]), len(getattr(prepared, kind))) for kind in _COUNTED})
-    for unit, given in zip(prepared.units, state["units"], strict=True):
-        _take_unit(unit, given, accelerator.readers)
+    take_update(accelerator, state)
     for optimizer, given in zip(prepared.optimizers, state["optimizers"], strict=True):
-        _take_optimizer(optimizer.optimizer, given)
+        for group, values in zip(optimizer.optimizer.param_groups, given["groups"], strict=True):
+            group.update(values)
     for scheduler, given in zip(prepared.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(given)
     for name, item in accelerator._registered.objects.items():
@@ -88,10 +88,19 @@ def take_state(accelerator: Accelerator, state: Mapping[str, Any], number: int) 
     # The others may have prepared more since they began, for an evaluation.
     for loader, given in zip(prepared.dataloaders, state["loaders"], strict=False):
         loader.take_over(given)
-    if accelerator.scaler is not None and state["scaler"] is not None:
-        accelerator.scaler.load_state_dict(state["scaler"])
     take_streams(state["streams"], number)
     accelerator._pass_start.has_loaded_state = True
+
+
+def take_update(accelerator: Accelerator, state: Mapping[str, Any]) -> None:
+    """Take what the last update has changed, of the `collect_state` of another rank: no schedules, nor their rates."""
+    prepared, guard = accelerator._prepared, accelerator.nonfinite_guard
+    for unit, given in zip(prepared.units, state["units"], strict=True):
+        _take_unit(unit, given, accelerator.readers)
+    for optimizer, given in zip(prepared.optimizers, state["optimizers"], strict=True):
+        _take_optimizer(optimizer.optimizer, given["states"])
+    if accelerator.scaler is not None and state["scaler"] is not None:
+        accelerator.scaler.load_state_dict(state["scaler"])
     PROGRESS.updates, num_looked_at = state["updates"]
     if guard is not None:
         guard.update = num_looked_at
@@ -144,10 +153,8 @@ def _collect_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     return {"groups": groups, "states": [None if state is None else dict(state) for state in states]}
 
 
-def _take_optimizer(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
-    for group, values in zip(optimizer.param_groups, given["groups"], strict=True):
-        group.update(values)
+def _take_optimizer(optimizer: Optimizer, states: Sequence[Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter, state in zip(parameters, given["states"], strict=True):
+    for parameter, state in zip(parameters, states, strict=True):
         if state is not None:
             optimizer.state[parameter] = state

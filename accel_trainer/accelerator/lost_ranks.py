@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accumulation import PreparedUnit
-from accel_trainer.accelerator.handover import collect_state, receive, send, take_state
+from accel_trainer.accelerator.handover import collect_state, receive, send, take_state, take_update
 from accel_trainer.config import LossDivision, RankLossAction
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import RanksLeft
@@ -30,6 +30,7 @@ from accel_trainer.data.position import Progress
 from accel_trainer.errors import RankLostError
 from accel_trainer.logging import write_stderr
 from accel_trainer.runtime.process import find_survivors, rejoin
+from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_loss import Survivors, has_connections
 from accel_trainer.runtime.rank_watch import is_broken, leave_losses_to, raise_if_theirs
 from accel_trainer.runtime.torch_private import group_timeout, joined_groups
@@ -73,7 +74,15 @@ class LostRanks:
         self.num_updates = self.num_calls = 0
         self._is_by_hand = False
         self._is_in_update = False
-        self._is_calling = False
+        self._is_calling = self._is_alike = False
+        self._last_result: Any = None
+        """Of the last collective of the loop that this rank has ended: the same on all ranks."""
+        self._given: list[Any] | None = None
+        """What this rank lacked, and others had: the result of a collective, or with an update's state its number."""
+        self._num_owed = 0
+        """Micro-batches that others have begun beyond this rank, and given up: it gives up as many."""
+        self._is_aside = False
+        """Whether the present micro-batch is one of those."""
         self.extras: Handover | None = None
         """What a Trainer has beside the Accelerator, for ranks that join."""
         self._trained = weakref.WeakSet[Any]()
@@ -131,9 +140,35 @@ class LostRanks:
     def begin_micro_batch(self, units: list[PreparedUnit]) -> None:
         """Note that a micro-batch begins; keep the buffers of a model whose update begins with it."""
         self._is_in_update = True
+        if self._num_owed:
+            self._num_owed, self._is_aside = self._num_owed - 1, True
+            for prepared in units:
+                prepared.unit.begin_update()
+                prepared.unit.step_aside()
+                prepared.abandon()
+            return
         for prepared in units:
             if prepared.window.held == 1:
                 prepared.unit.begin_update()
+
+    def _end_aside(self) -> None:
+        """Give up a micro-batch that only others would have counted: its samples are read again."""
+        accelerator = self._owner
+        self._is_aside = self._is_in_update = False
+        for prepared in accelerator._prepared.units:
+            prepared.unit.rejoin(in_update=True)
+            prepared.abandon()
+        if accelerator.nonfinite_guard is not None:
+            accelerator.nonfinite_guard.drop()
+        self._share_loaders(accelerator, 0)
+
+    def takes_given(self) -> bool:
+        """Whether the present update has come from another rank, and its step is not to be made; asked once."""
+        given, self._given = self._given, None
+        if given is None:
+            return False
+        (PROGRESS.updates,) = given
+        return True
 
     def note_update(self) -> None:
         """Note that an update has been applied."""
@@ -235,26 +270,19 @@ class LostRanks:
         """Go on in a group of the ranks that are left, and of `number`, where all have come to take that in."""
         begin, accelerator, survivors = time.monotonic(), self._owner, self._survivors
         before = survivors.members
-        windows = [prepared.window.held * self._is_in_update for prepared in accelerator._prepared.units]
-        facts = {
-            "reason": self._why_not_now(survivors.lost.intersection(before)) or self._why_not_joined(number),
-            "place": [self.num_updates, self.num_calls, *windows],
-            "joins": number,
-        }
-        said = survivors.agree(facts, group_timeout().total_seconds())
-        reason = _find_reason(said)
+        said = survivors.agree(self._facts(accelerator, number), group_timeout().total_seconds())
         gone = ", ".join(map(str, sorted({*before} - {*survivors.members})))
-        if reason and gone:
-            raise RankLostError(
-                f"rank {gone} was lost, and this job cannot go on without it: {reason}. The launcher starts all ranks "
-                "again, where --max_restarts says so"
-            ) from error
-        # Others may have come to meet because of a loss: the rank that waits can join behind it.
-        if number is not None and {each["joins"] for each in said} == {number}:
-            survivors.settle(number, reason)
+        ahead = max(each["place"] for each in said)
+        behind = {
+            rank: own["place"] for rank, own in zip(survivors.members, said, strict=True) if own["place"] != ahead
+        }
+        self._settle(said, number, gone, error)
         if survivors.members == before:
             return
+        if survivors.rank in behind and ahead[0] > self.num_updates:
+            self.note_update()  # which is complete once its result is here
         has_joined, num_left = self._share_out(accelerator, number), len(survivors.members)
+        self._level(accelerator, behind, ahead)
         if gone:
             logger.warning(
                 "rank %s of the %d that the launcher has started is lost; the %d that are left go on after update %d, "
@@ -268,6 +296,31 @@ class LostRanks:
                 "the others waited %.2f s (%.1f MiB were sent)",
                 num_left - 1, num_left, self.num_updates, time.monotonic() - begin, num_bytes / 2**20,
             )  # fmt: skip
+
+    def _facts(self, accelerator: Accelerator, number: int | None) -> dict[str, Any]:
+        """Return what the others are to know of this rank where they meet."""
+        survivors, units = self._survivors, accelerator._prepared.units
+        reason = self._why_not_now(survivors.lost.intersection(survivors.members)) or self._why_not_joined(number)
+        windows = [prepared.window.held * self._is_in_update for prepared in units]
+        ends_update = not self.takes_windows and all(prepared.window.is_last for prepared in units)
+        return {
+            "reason": reason,
+            "place": [self.num_updates, self.num_calls, *windows],
+            "joins": number,
+            "can_take": self._is_alike if self._is_calling else ends_update,
+        }
+
+    def _settle(self, said: list[dict[str, Any]], number: int | None, gone: str, error: BaseException | None) -> None:
+        """Let `number` join where all have come for that; raise where ranks are `gone` and the others cannot go on."""
+        reason = _find_reason(said)
+        if reason and gone:
+            raise RankLostError(
+                f"rank {gone} was lost, and this job cannot go on without it: {reason}. The launcher starts all ranks "
+                "again, where --max_restarts says so"
+            ) from error
+        # Others may have come to meet because of a loss: the rank that waits can join behind it.
+        if number is not None and {each["joins"] for each in said} == {number}:
+            self._survivors.settle(number, reason)
 
     # --- ranks that return ----------------------------------------------------------------------------------------
 
@@ -356,8 +409,29 @@ class LostRanks:
                 loader.resize(self.num_shards, 0)
                 loader.share_out(self.left, 0, 0)
 
+    def _level(self, accelerator: Accelerator, behind: Mapping[int, list[int]], ahead: list[int]) -> None:
+        """Give those that are one step behind what the others have: an update's state, or a collective's result."""
+        members, process = self._survivors.members, accelerator.process
+        if not {*behind} < {*members}:
+            raise RankLostError("another rank was lost while some had to be given an update that others had completed")
+        source = next(number for number, rank in enumerate(members) if rank not in behind)
+        for rank, (num_updates, _, *windows) in behind.items():
+            is_update, to_rank = num_updates < ahead[0], members.index(rank)
+            if process.rank == source:
+                state = collect_state(accelerator) if is_update else {"result": self._last_result}
+                send(state, to_rank, process.device)
+            elif process.rank == to_rank:
+                state = receive(source, process.device)
+                if is_update:
+                    take_update(accelerator, state)
+                self._given = [PROGRESS.updates if is_update else state["result"]]
+                self._num_owed = max(ahead[2:]) - (0 if is_update else max(windows))
+
     def attempt(self, part: Callable[[], object]) -> bool:
         """Whether a part of an update was completed: False where a rank is lost in it, and the update begins again."""
+        if self._is_aside:
+            self._end_aside()
+            return False
         try:
             part()
         except RuntimeError as error:
@@ -365,7 +439,7 @@ class LostRanks:
         else:
             return True
         self.go_on(failure)
-        return False
+        return self._given is not None
 
     def _go_on_in_forward(self, error: RuntimeError) -> None:
         if self.takes_windows:
@@ -410,11 +484,14 @@ class LostRanks:
 
     # --- collectives of the loop -----------------------------------------------------------------------------------
 
-    def call(self, collective: Callable[[], Any]) -> Any:
-        """Return the result of a collective of the loop; where a rank is lost in it, that of the ranks left."""
+    def call(self, collective: Callable[[], Any], *, is_alike: bool) -> Any:
+        """Return the result of a collective of the loop; where a rank is lost in it, that of the ranks left.
+
+        `is_alike`: it is the same on all ranks.
+        """
         if self._is_calling or self.takes_windows:
             return collective()
-        self._is_calling = True
+        self._is_calling, self._is_alike = True, is_alike
         try:
             while True:
                 failure: RuntimeError | None = None
@@ -424,8 +501,12 @@ class LostRanks:
                     failure = error
                 if failure is None:
                     self.num_calls += 1
+                    self._last_result = result
                     return result
                 self.go_on(failure)
+                if self._given is not None:
+                    (result,), self._given = self._given, None
+                    return result
         finally:
             self._is_calling = False
 
@@ -433,18 +514,27 @@ class LostRanks:
 def _find_reason(said: list[dict[str, Any]]) -> str:
     """Return why ranks cannot go on, by the answers of all; empty where they can. The same on all of them."""
     reason: str = next((each["reason"] for each in said if each["reason"]), "")
-    if not reason and any(each["place"] != said[0]["place"] for each in said):
-        return "some had completed an update, or a collective, that others had not"
-    return reason
+    ahead, *others = sorted({tuple(each["place"]) for each in said}, reverse=True)
+    if reason or not others:
+        return reason
+    # One update, or one collective of the loop, which all ranks have to come to: nobody can be two ahead.
+    steps = ahead[0] - others[0][0], ahead[1] - others[0][1]
+    can_take = all(each["can_take"] or tuple(each["place"]) == ahead for each in said)
+    if len(others) == 1 and steps in ((0, 1), (1, 0)) and can_take:
+        return ""
+    return "some had completed an update, or a collective, that others had not"
 
 
-def repeated_by_those_left(method: F) -> F:
-    """Have a collective of the Accelerator, where a rank is lost in it, be called again by those left. Decorator."""
+def repeated_by_those_left(method: F, *, is_alike: bool = True) -> F:
+    """Have a collective of the Accelerator, where a rank is lost in it, be called again by those left. Decorator.
+
+    `is_alike`: its result is the same on all ranks, so that one that has it can give it to others.
+    """
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.lost_ranks is None:
             return method(self, *args, **kwargs)
-        return self.lost_ranks.call(lambda: method(self, *args, **kwargs))
+        return self.lost_ranks.call(lambda: method(self, *args, **kwargs), is_alike=is_alike)
 
     return call  # type: ignore[return-value]

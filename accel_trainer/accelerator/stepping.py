@@ -376,7 +376,10 @@ class AcceleratorStepping(AcceleratorSettings):
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if not self._prepared.units:
             return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
-        norm = self._unit_for(given).clip_grad_norm(given, max_norm, norm_type)
+        unit = self._unit_for(given)
+        if not self.gradient_state.sync_gradients:  # a rank was lost in it, and the update begins again
+            return self._last_grad_norm
+        norm = unit.clip_grad_norm(given, max_norm, norm_type)
         if norm is not None:
             self._last_grad_norm = norm
             if self.nonfinite_guard is not None and not self.nonfinite_guard.is_late:
@@ -397,9 +400,16 @@ class AcceleratorStepping(AcceleratorSettings):
         units = self._prepared.units
         if len(units) > 1 or self.strategy.capabilities.shards_parameters:
             units = self._units_holding(parameters)
-        for prepared in units:
-            if not prepared.corrected:
-                prepared.finish_window()
+
+        def finish() -> None:
+            for prepared in units:
+                if not prepared.corrected:
+                    prepared.finish_window()
+
+        if self.lost_ranks is None:
+            finish()
+        else:
+            self.lost_ranks.attempt(finish)
         return units[0].unit
 
     def _units_holding(self, parameters: list[Tensor]) -> list[PreparedUnit]:

@@ -29,13 +29,13 @@ class _AlikeGroup(_ProcessGroup):
     def getBackendName(self) -> str:
         return _NAME
 
-    def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
-        if options is None or options.reduceOp == dist.ReduceOp.SUM:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
             for tensor in tensors:
                 tensor.mul_(self._num_ranks)
         return completed_work(tensors)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> dist.Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         for parts, own in zip(outputs, inputs, strict=False):  # a rank that gathers nothing gives no outputs
             for part in parts:
                 part.copy_(own)
@@ -43,18 +43,18 @@ class _AlikeGroup(_ProcessGroup):
 
     gather = allgather
 
-    def _allgather_base(self, output: Tensor, own: Tensor, options: Any = None) -> dist.Work:
+    def _allgather_base(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
         output.view(self._num_ranks, -1).copy_(own.reshape(1, -1).expand(self._num_ranks, -1))
         return completed_work(output)
 
     all_gather_single = _allgather_base  # its name from torch 2.13 on
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], options: Any = None) -> dist.Work:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         for part, parts in zip(outputs, inputs, strict=True):
             part.copy_(parts[0])
         return completed_work(outputs)
 
-    def broadcast(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return completed_work(tensors)
 
     def barrier(self, opts: Any = None) -> dist.Work:

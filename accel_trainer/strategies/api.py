@@ -298,6 +298,10 @@ class TrainUnit(Protocol):
         """Keep the buffers that a forward changes, for `rejoin`."""
         return
 
+    def step_aside(self) -> None:
+        """Let the next forward exchange nothing, and its backward neither: a micro-batch that is given up."""
+        return
+
     def rejoin(self, *, in_update: bool, has_new: bool = False) -> None:
         """Exchange gradients over the ranks of the present group; drop an update that is not complete.
 

@@ -214,6 +214,11 @@ class DDPUnit(NativeUnit):
             self._replicas.require_forward_param_sync = True
         self._kept = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
 
+    def step_aside(self) -> None:
+        """Let the next forward and backward exchange nothing, the buffers of rank 0 neither."""
+        if self._replicas is not None:
+            self._replicas.require_forward_param_sync = self._replicas.require_backward_grad_sync = False
+
     def rejoin(self, *, in_update: bool, has_new: bool = False) -> None:
         """Exchange gradients over the job's present group; within an update drop them, and put the buffers back."""
         assert self._replicas is not None

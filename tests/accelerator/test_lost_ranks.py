@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import signal
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator
+from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.runtime.process import find_rank
+from accel_trainer.strategies.ddp import DDPUnit
 from tests.cells import crossed
 from tests.fault_injection import fault_env
 from tests.ranks import RankFailure, preload, run_ranks
@@ -42,6 +45,8 @@ class Setup(NamedTuple):
     width: int = 8
     ema_decay: float | None = None
     num_epochs: int = 2
+    gathers: bool = True
+    """Whether each micro-batch ends with a collective of the loop."""
     waits: tuple[int, ...] = ()
     """Updates behind which the ranks that are left wait for one that returns."""
 
@@ -132,9 +137,10 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
                 scheduler.step()
                 optimizer.zero_grad()
             if spoils and launched_as == 0 and counts.number == 2:
-                accelerator.lost_ranks.num_updates += 1
+                accelerator.lost_ranks.num_updates += 2
             pass_place("gather")
-            assert len(accelerator.gather(torch.ones(1))) == accelerator.num_processes
+            if setup.gathers:  # one that is given a result has that of the ranks before
+                assert len(accelerator.gather(torch.ones(1))) >= accelerator.num_processes
             if accelerator.sync_gradients:
                 counts.updates, counts.attempt = counts.updates + 1, 0
             elif loader.num_given == 0:  # a rank was lost
@@ -190,20 +196,24 @@ def samples_of_updates(folder: Path) -> list[list[int]]:
     return [sorted(found[each]) for each in dict(sorted(found)).items()]  # the last attempt of each update
 
 
-@cache
+@functools.cache
 def undisturbed(setup: Setup, world_size: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(train, world_size, (), setup, Path(folder))[0], samples_of_updates(Path(folder))
 
 
 def check(
-    folder: Path, killed: tuple[Killed, ...], setup: Setup, world_size: int = 4, left: list[int] | None = None
+    folder: Path,
+    killed: tuple[Killed, ...],
+    setup: Setup,
+    world_size: int = 4,
+    left: list[int] | None = None,
+    run: Callable[..., Any] | None = None,
 ) -> None:
     (expected, *_), samples = undisturbed(setup._replace(waits=()), world_size)
     env = REPLACE if setup.waits else CONTINUE
-    results = run_ranks(
-        train, world_size, killed, setup, folder, env=env, outlives=True, replaces=len(setup.waits), timeout=90
-    )
+    run = run or functools.partial(run_ranks, train)
+    results = run(world_size, killed, setup, folder, env=env, outlives=True, replaces=len(setup.waits), timeout=90)
     lost = [each.rank for each in killed]
     # Those that return are the last, in the order in which they do.
     left = left or [rank for rank in range(world_size) if rank not in lost] + lost * bool(setup.waits)
@@ -262,6 +272,41 @@ def say_why(parallel: dict[str, int]) -> str:
 )
 def test_shards_are_refused_by_name(parallel: dict[str, int], reason: str) -> None:
     assert all(said.startswith(reason) for said in run_ranks(say_why, 4, parallel, env=CONTINUE))
+
+
+def train_behind(killed: tuple[Killed, ...], setup: Setup, folder: Path, failing: Killed) -> Any:
+    """Train; on a rank the exchange of a backward, or a gather, fails when the others have had what it sent."""
+    calls = itertools.count()
+
+    def fail_once(result: Any) -> Any:
+        if next(calls) == failing.number and find_rank() == failing.rank:
+            raise RuntimeError("gloo: Connection closed by peer")
+        return result
+
+    backward, call = DDPUnit.backward, LostRanks.call
+    if failing.place == "backward":
+        DDPUnit.backward = lambda *args, **kwargs: fail_once(backward(*args, **kwargs))  # type: ignore[method-assign]
+    else:
+        LostRanks.call = lambda self, collective, **kwargs: call(  # type: ignore[method-assign]
+            self, lambda: fail_once(collective()), **kwargs
+        )
+    return train(killed, setup, folder)
+
+
+@pytest.mark.parametrize(
+    ("failing", "killed", "setup"),
+    [
+        (Killed(1, 2, "backward"), Killed(2, 2, "optimizer"), Setup()),
+        (Killed(1, 2, "backward"), Killed(2, 3, "backward"), Setup(gathers=False)),
+        (Killed(3, 3, "backward"), Killed(1, 3, "optimizer"), Setup(num_steps=2, by_tokens=True, even_batches=False)),
+        (Killed(1, 3, "gather"), Killed(2, 3, "callback"), Setup()),
+    ],
+    ids=str,
+)
+def test_a_rank_behind_the_others_is_given_what_they_have(
+    failing: Killed, killed: Killed, setup: Setup, tmp_path: Path
+) -> None:
+    check(tmp_path, (killed,), setup, run=functools.partial(run_ranks, train_behind, failing=failing))
 
 
 def test_ranks_at_different_updates_give_up_together() -> None:
