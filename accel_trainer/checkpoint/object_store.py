@@ -259,9 +259,15 @@ class ObjectStore:
 
         Raises:
             CheckpointLockedError: another run saves here.
+            ConfigError: it is a node's part of one, and comes without the others.
             OSError: the store has refused a file, or has not answered for five minutes; or another node has not.
         """
         manifest, place = Manifest.read(path), f"{self._root}/{path.name}"
+        if part is None and manifest.node_save is not None:
+            raise ConfigError(
+                f"{path} is one node's part of a checkpoint of {manifest.world_size} ranks, of no use by "
+                "itself; a run with checkpoint_uri sends the parts of all nodes to its store"
+            )
         if part is not None:
             manifest = manifest.of_files(part.files)
             if part.first > 0:

@@ -18,7 +18,7 @@ import torch
 from accel_trainer.checkpoint import object_store
 from accel_trainer.checkpoint.manifest import NODE_KEY, Manifest, NodePart
 from accel_trainer.checkpoint.object_store import ObjectStore
-from accel_trainer.errors import CorruptCheckpointError
+from accel_trainer.errors import ConfigError, CorruptCheckpointError
 from tests.checkpoint.crash_job import SavedRun
 from tests.publishing import ALONE, publish_directory
 from tests.ranks import run_ranks
@@ -222,6 +222,13 @@ def test_the_first_node_commits_what_all_have_sent(tmp_path: Path, monkeypatch) 
     assert json.loads((tmp_path / "store" / "checkpoint-3" / "shared.json").read_text()) == 0
     fetched = stores[0].fetch("checkpoint-3", tmp_path / "disk")
     assert set(Manifest.read(fetched).files) == expected == set(Manifest.read(fetched).tensors) | {"shared.json"}
+
+
+def test_a_part_alone_is_not_sent(tmp_path: Path) -> None:
+    path, _ = parts_on_disks(tmp_path)[0]
+    with pytest.raises(ConfigError, match=r"checkpoint-3 is one node's part of a checkpoint of 1 ranks, of no use"):
+        ObjectStore(f"file://{tmp_path}/store", "checkpoint-").put(path)
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_node_that_hears_nothing_of_the_others_says_so(tmp_path: Path, monkeypatch) -> None:
