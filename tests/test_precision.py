@@ -191,7 +191,7 @@ def test_a_copys_forward_uses_the_copy():
     with torch.no_grad():
         twin.layer.weight.zero_()
         twin.layer.bias.zero_()
-    assert twin.forward.model is twin
+    assert twin.forward.module is twin
     assert twin(torch.ones(1, 4))[0].abs().sum() == 0
     assert model(torch.ones(1, 4))[0].abs().sum() > 0
     assert len(twin.seen) == 1

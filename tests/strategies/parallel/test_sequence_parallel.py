@@ -259,7 +259,7 @@ def test_inputs_that_cannot_be_shared_out_are_refused(one_of_two: nn.Module, inp
 
 
 def test_a_loss_or_an_attention_that_does_not_know_of_slices_is_refused(one_of_two: Any):
-    inner, attention = one_of_two.forward.inner, one_of_two.model.layers[0].self_attn
+    inner, attention = one_of_two.forward.own, one_of_two.model.layers[0].self_attn
     one_of_two.forward.inner = lambda labels, **given: {"loss": inner(**given).logits.sum()}
     with pytest.raises(ConfigError, match="LlamaForCausalLM does not compute its loss by its loss_function, and that"):
         one_of_two(**batches()[0])
