@@ -112,17 +112,15 @@ def save_fsdp_model(
     unit, directory = accelerator.unit_of(model), Path(output_dir)
     in_shards, process = _in_shards(fsdp_plugin, use_dcp), accelerator.process
     is_partial = adapter_only and is_peft_model(unit.module)
-    own, full = {}, {}
+    own: Mapping[str, Any] = {}
+    full: dict[str, Tensor] | None = None
     if in_shards or is_partial:
         own = get_model_state_dict(unit.module, options=StateDictOptions(ignore_frozen_params=is_partial))
     if not in_shards:
         lazy = unit.checkpoint_io().lazy_model_state()
         gathered = ((name, tensor()) for name, tensor in lazy.items() if not is_partial or name in own)
         full = {name: tensor.cpu() for name, tensor in gathered if process.is_main}
-    with raise_together(process, f"save to {directory}"):
-        directory.mkdir(parents=True, exist_ok=True)
-        if process.is_main and not in_shards:
-            torch.save(full, directory / _file("pytorch_model_fsdp", model_index))
+    _write_full(process, directory / _file("pytorch_model_fsdp", model_index), full)
     if in_shards:
         dcp.save({"model": own}, storage_writer=dcp.FileSystemWriter(directory / f"pytorch_model_fsdp_{model_index}"))
 
@@ -171,11 +169,8 @@ def save_fsdp_optimizer(
     """Write optimizers' state: `optimizer.bin`, or shards in `optimizer_0/`; as `save_fsdp_model`. Collective."""
     in_shards, directory = _in_shards(fsdp_plugin, use_dcp), Path(output_dir)
     io = _optimizer_io(accelerator, optimizer, model)
-    state = {} if in_shards else io.full_optimizer_state()
-    with raise_together(accelerator.process, f"save to {directory}"):
-        directory.mkdir(parents=True, exist_ok=True)
-        if accelerator.process.is_main and not in_shards:
-            torch.save(state, directory / _file("optimizer", optimizer_index))
+    state = None if in_shards else io.full_optimizer_state()
+    _write_full(accelerator.process, directory / _file("optimizer", optimizer_index), state)
     if in_shards:
         io.save_sharded_optimizer(directory / f"optimizer_{optimizer_index}")
 
@@ -215,6 +210,14 @@ def merge_fsdp_weights(
             export_weights(Path(checkpoint_dir), Path(output_path), safe_serialization=safe_serialization)
             if remove_checkpoint_dir:
                 shutil.rmtree(checkpoint_dir)
+
+
+def _write_full(process: ProcessContext, file: Path, state: Mapping[str, Any] | None) -> None:
+    """Make the directory of a file, and write to it on rank 0 what is no shards. Collective."""
+    with raise_together(process, f"save to {file.parent}"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if process.is_main and state is not None:
+            torch.save(state, file)
 
 
 def _optimizer_io(accelerator: Accelerator, optimizer: Optimizer, model: nn.Module) -> CheckpointIO:
