@@ -22,6 +22,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import enable_full_determinism, set_seed
+from transformers.trainer_pt_utils import get_model_param_count
 from transformers.trainer_utils import has_length
 
 from accel_trainer import logging
@@ -674,3 +675,17 @@ class TakenArguments:
         # A copy: a dict or a list that is changed in place would equal itself at the next call.
         self._values[name] = copy.copy(value)
         return is_changed
+
+
+def count_multiplying(model: Any) -> int:
+    """Return the number of a model's parameters but embeddings, also of those that other ranks hold."""
+    embeddings = nn.ModuleList(module for module in model.modules() if isinstance(module, nn.Embedding))
+    # Under ZeRO-3 a rank holds partitions, which num_parameters() counts as nothing.
+    num_elsewhere = _count_elsewhere(model) - _count_elsewhere(embeddings)
+    return int(model.num_parameters(exclude_embeddings=True)) + num_elsewhere
+
+
+def _count_elsewhere(module: nn.Module) -> int:
+    """Return the number of elements of a module's parameters that this rank does not hold."""
+    num_held = sum(parameter.numel() for parameter in module.parameters())
+    return int(get_model_param_count(module)) - num_held

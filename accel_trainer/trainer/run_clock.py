@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import TrainerCallback
-from transformers.trainer_pt_utils import get_model_param_count
 
 from accel_trainer.runtime.process import ProcessContext
 
@@ -74,8 +73,6 @@ class RunClock:
     """
 
     def __init__(self, process: ProcessContext) -> None:
-        self._multiplying: tuple[int, int] | None = None
-        """The id of a model, and how many of its parameters multiply inputs."""
         self.data_seconds = self.compute_seconds = self.update_seconds = 0.0
         """Of updates by the host's clock: reading, forward and backward, and what follows; EpochRun adds to them."""
         self.counting_seconds = 0.0
@@ -147,20 +144,3 @@ class RunClock:
         phases: dict[str, float | None] = dict(zip(PHASES, seconds, strict=True))
         phases["other"] = max(total - sum(filter(None, seconds)), 0.0)
         return phases | {"total": total}
-
-    def count_multiplying(self, model: Any) -> int:
-        """Return the number of a model's parameters but embeddings, also of those that other ranks hold."""
-        known = self._multiplying
-        if known is None or known[0] != id(model):
-            # Once for a model: num_parameters() walks through all of them, and upstream calls it in every step. Under
-            # ZeRO-3 a rank holds partitions, which it counts as nothing.
-            embeddings = nn.ModuleList(module for module in model.modules() if isinstance(module, nn.Embedding))
-            num_elsewhere = _count_elsewhere(model) - _count_elsewhere(embeddings)
-            known = self._multiplying = id(model), model.num_parameters(exclude_embeddings=True) + num_elsewhere
-        return known[1]
-
-
-def _count_elsewhere(module: nn.Module) -> int:
-    """Return the number of elements of a module's parameters that this rank does not hold."""
-    num_held = sum(parameter.numel() for parameter in module.parameters())
-    return int(get_model_param_count(module)) - num_held

@@ -68,6 +68,7 @@ from accel_trainer.trainer.preparation import (
     build_accelerator,
     check_arguments,
     check_dataset,
+    count_multiplying,
     keeping_global_batch,
     load_model,
 )
@@ -129,6 +130,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
     """Of the model as the epoch began, where none has a train() of its own."""
     _schedule_of_both: Any = None
     loss_spikes: LossSpikes | None = None
+    _num_multiplying: tuple[int, int] | None = None
+    """The model's id, and how many of its parameters multiply inputs: upstream asks in every step."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a class that would put methods here before those of another library's Trainer."""
@@ -300,6 +303,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         searches = self._searches_batch_size = self.args.auto_find_batch_size
         # Upstream's search (5.23, trainer.py:1570) needs accelerate, and goes on with the weights that an attempt left.
         self.args.auto_find_batch_size = False
+        self._num_multiplying = None
         self.run_clock = RunClock(self.accelerator.process)
         self.loss_spikes = None if self.args.on_loss_spike == "off" else LossSpikes(self.args.loss_spike_threshold)
         is_failed = True
@@ -578,7 +582,10 @@ class Trainer(ResumingMethods, transformers.Trainer):
         size = inputs[name].numel()
         if name == "input_ids":
             self.run_clock.num_tokens += size
-        return 6 * size * self.run_clock.count_multiplying(self.model)
+        known = self._num_multiplying
+        if known is None or known[0] != id(self.model):
+            known = self._num_multiplying = id(self.model), count_multiplying(self.model)
+        return 6 * size * known[1]
 
     def _maybe_log_save_evaluate(
         self,
