@@ -135,13 +135,10 @@ def found(layout: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
     return RESULTS[layout][0]
 
 
-# In the sample: one of each engine.
+# In the sample: one process and shards; tests/conformance/test_techniques.py has each engine, without dropout.
 EVERY_LAYOUT = pytest.mark.parametrize(
     "layout",
-    [
-        layout if layout.values[0] in ("single", "ddp", "fsdp2", "zero3") else beyond(layout)
-        for layout in marked(*LAYOUTS)
-    ],
+    [layout if layout.values[0] in ("single", "fsdp2") else beyond(layout) for layout in marked(*LAYOUTS)],
 )
 
 
