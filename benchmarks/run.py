@@ -26,6 +26,7 @@ import meters_step
 import native_step
 import packing
 import startup
+import streams
 import torch
 import transformers
 import weight_updates
@@ -84,6 +85,7 @@ BENCHMARKS = {
     "zero": lambda rounds: _two_processes("zero_step.py", rounds),
     "data": data_loading.measure,
     "packing": packing.measure,
+    "streams": streams.measure,
     "checkpoints": checkpoints.measure,
     "background": lambda rounds: _two_processes("background_saves.py", rounds),
     "stores": _with_store,
