@@ -53,7 +53,7 @@ def timed(folder: Path, front: str, killed: tuple[Killed, ...], late_seconds: fl
         begin = time.monotonic()
         meet(self, error, number)
         if number is not None:
-            with open(folder / f"{find_rank()}.joins", "a") as file:
+            with open(folder / f"{os.environ['RANK']}.joins", "a") as file:  # by which the launcher started it
                 file.write(f"{time.monotonic() - begin}\n")
 
     LostRanks.note_update, LostRanks._meet, os.kill = note, meet_noted, kill_noted  # type: ignore[method-assign,assignment]
@@ -93,6 +93,8 @@ def describe(folder: Path, expected: Any, run: Any) -> tuple[str, str]:
         results = run()
     except RankFailure as failed:
         said = " ".join(failed.failures.values())
+        if all("(SIGKILL)" in text for text in failed.failures.values()):  # when the others had ended
+            return "was over before", "was over before"
         kind = "hung" if "had not finished" in said else "ended together, to be started again"
         lines = said.strip().splitlines()
         reason = next((line for line in reversed(lines) if "RankLostError" in line), lines[-1])
