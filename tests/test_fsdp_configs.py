@@ -26,7 +26,6 @@ preload(
     "transformers.models.mixtral.modeling_mixtral",
 )
 
-OFFLOADED = r"keeps shards in the host's memory, and the plan is that of one device"
 DEEPSPEED = r"strategy=deepspeed .* allocates its memory by itself, and its layouts are not planned"
 
 
@@ -55,7 +54,7 @@ EXPECTED = {
     "fsdp_config_flat": Expected(),
     "full_shard": Expected(),
     "full_shard_bf16": Expected(tolerance=0.02),
-    "full_shard_offload": Expected(unplanned=OFFLOADED),
+    "full_shard_offload": Expected(),
     "hybrid_shard": Expected(),
     "preemption": Expected(),
     "qlora": Expected(tolerance=0.02),

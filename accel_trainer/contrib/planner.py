@@ -7,11 +7,13 @@ every collective. 4,096 ranks take no longer than 8 but for the engine's own cut
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,11 +32,10 @@ from accel_trainer.config.schema import MixedPrecision
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import build_precision
 from accel_trainer.registry import load_strategy
-from accel_trainer.runtime.process import ProcessContext, destroy_process_group
+from accel_trainer.runtime.process import ProcessContext, job_set_aside
 from accel_trainer.runtime.torch_names import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, GROUPED_MM, UNIT_EXCHANGES
 from accel_trainer.runtime.torch_private import (
     OperationMode,
-    clear_dtensor_caches,
     fake_tensors,
     join_fake_group,
     joined_groups,
@@ -43,7 +44,9 @@ from accel_trainer.runtime.torch_private import (
 from accel_trainer.strategies.api import TrainJob, TrainUnit
 from accel_trainer.techniques.chunked_loss import apply_chunked_loss
 
-PARTS = ("parameters", "gradients", "optimizer_state", "buffers", "unsharded", "exchange", "activations")
+_STATE = ("parameters", "gradients", "optimizer_state")
+"""What fsdp.offload_params keeps in the host's memory."""
+PARTS = (*_STATE, "buffers", "unsharded", "exchange", "activations")
 """What memory is for: `unsharded` are the gathered parameters of units, `exchange` flat buffers that collectives
 read and write, `activations` what the forward keeps for the backward, temporaries and gradients not reduced yet."""
 
@@ -56,10 +59,16 @@ class Workload:
     """Rows that a rank reads at once, together with the ranks that read the same."""
     sequence: int = 2048
     """Tokens of a row."""
-    dtype: torch.dtype = torch.float32
-    """Of the weights; mixed precision comes from the configuration."""
-    optimizer: str = "AdamW"
-    """A class of torch.optim, in any case."""
+    dtype: torch.dtype | None = torch.float32
+    """Of the weights, None for those that they have; mixed precision comes from the configuration."""
+    optimizer: str | Callable[[Any], torch.optim.Optimizer] = "AdamW"
+    """A class of torch.optim, in any case; or called with the parameters that are trained."""
+    inputs: Mapping[str, Tensor] | None = None
+    """A micro-batch in place of one that is made: its shapes and dtypes count, its values do not."""
+    is_on_gpu: bool = True
+    """Whether kernels are those of GPUs: on CPUs autocast leaves more in 16 bits, and optimizers take one by one."""
+    compute_loss: Callable[[Any, Any], Any] | None = None
+    """Called with the model and the batch; None takes `loss` of what it returns, or the mean of the first tensor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,23 +143,19 @@ class LayoutPlan:
 @contextmanager
 def fake_job(world_size: int, local_world_size: int, rank: int = 0) -> Iterator[ProcessContext]:
     """Be a rank of a job whose other ranks do not exist, until the block is left: collectives move nothing."""
-    if dist.is_initialized():
-        raise ConfigError(
-            "layouts are planned among ranks that do not exist, and this process has joined a job; plan in a process "
-            "of its own: accel-trainer estimate"
-        )
-    join_fake_group(rank, world_size)
-    try:
+    with job_set_aside():
+        join_fake_group(rank, world_size)
         yield ProcessContext(rank, rank % local_world_size, world_size, local_world_size, torch.device("cpu"), "fake")
-    finally:
-        destroy_process_group()
-        clear_dtensor_caches()  # else meshes of the next job may be those of this one
 
 
 def plan_layout(
     model: nn.Module, resolved: Resolved, num_processes: int, workload: Workload, cluster: Cluster
 ) -> LayoutPlan:
-    """Return the plan of rank 0 of a job by one of our strategies. The model, on the meta device, is used up.
+    """Return the plan of rank 0 of a job by one of our strategies, whose shards are none smaller than those of others.
+
+    The model, on the meta device, is used up.
+
+    Not collective, and nothing is left of it in a process that has joined a job.
 
     Raises:
         ConfigError: the configuration does not make such a job, or the model's step depends on values.
@@ -159,6 +164,7 @@ def plan_layout(
     with fake_job(num_processes, min(cluster.ranks_per_node, num_processes)) as process:
         sizes = axis_sizes(resolved.config, resolved.describe, num_processes, process.num_nodes)
         strategy = load_strategy(strategy_name)
+        offloads, resolved = resolved.config.fsdp.offload_params, _without_offload(resolved)
         in_shards = strategy.capabilities.shards_parameters
         replicas = 1 if in_shards else num_processes
         if replicas > 1:  # each takes the step of one process; what they exchange is in closed form below
@@ -169,7 +175,7 @@ def plan_layout(
         if recomputes and options is not None:
             options.use_cache = False  # as transformers' Trainer has it, and without the warning
         precision = build_precision(_as_on_cpu(resolved.config.mixed_precision), process.device)
-        job = TrainJob(model.to(workload.dtype).train(), [], resolved, device_placement=False)
+        job = TrainJob(model.to(dtype=workload.dtype).train(), [], resolved, device_placement=False)
         apply_chunked_loss(job.model, resolved)
         if in_shards:  # on meta: 4,096 shards of a tensor are as many views
             unit = strategy.prepare(job, precision, process)
@@ -181,7 +187,8 @@ def plan_layout(
             # Its ranks pass over the rows of each other's experts.
             step.ledger.share_of_experts = 1 / sizes.tp
             step.run()
-        measured = _measure(step, resolved.config.ddp.gradient_as_bucket_view if replicas > 1 else None)
+        in_buckets = resolved.config.ddp.gradient_as_bucket_view if replicas > 1 else None
+        measured = _measure(step, in_buckets, _STATE if offloads else ())
         calls = step.ledger.calls
         if replicas > 1:
             buckets = max(1, round(measured["gradients"] / 2**20 / resolved.config.ddp.bucket_cap_mb))
@@ -196,10 +203,16 @@ def plan_layout(
             checkpointing=resolved.config.recomputation,
             assumes_balance=step.ledger.has_experts,
             flops=step.ledger.flops,
-            rows=workload.batch * sizes.num_readers * num_steps,
+            rows=step.num_rows * sizes.num_readers * num_steps,
             **measured,
             **_times(calls, sizes, cluster, step.ledger.flops),
         )
+
+
+def _without_offload(resolved: Resolved) -> Resolved:
+    """Return a configuration that keeps shards on the device: those on the host are left out of what is counted."""
+    fsdp = dataclasses.replace(resolved.config.fsdp, offload_params=False)
+    return dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, fsdp=fsdp))
 
 
 def _as_on_cpu(mixed_precision: str) -> str:
@@ -213,7 +226,7 @@ def _as_on_cpu(mixed_precision: str) -> str:
 def _strategy_of(resolved: Resolved, num_processes: int) -> str:
     name = resolved.config.strategy
     if name == "auto":
-        return "ddp" if num_processes > 1 else "single"
+        name = "ddp" if num_processes > 1 else "single"
     if name == "deepspeed":
         raise ConfigError(
             f"{resolved.describe('strategy')} allocates its memory by itself, and its layouts are not planned; plan "
@@ -224,10 +237,10 @@ def _strategy_of(resolved: Resolved, num_processes: int) -> str:
             f"{resolved.describe('activation_offload')} keeps in the host's memory what layers keep, and the plan is "
             "that of one device; plan without it, and take activations away"
         )
-    if resolved.config.fsdp.offload_params:
+    if resolved.config.optimizer_in_backward:
         raise ConfigError(
-            f"{resolved.describe('fsdp.offload_params')} keeps shards in the host's memory, and the plan is that of "
-            "one device; plan without it, and take parameters, gradients and optimizer state away"
+            f"{resolved.describe('optimizer_in_backward')} updates parameters one by one while the backward goes on, "
+            "which is not planned; plan without it, and take gradients away"
         )
     return name
 
@@ -242,24 +255,37 @@ class _Step:
         self.unit, self.accumulation = unit, resolved.config.accumulation
         self.ledger = _Ledger()
         self.batch = _build_batch(unit.module, workload)
-        self.optimizer = _optimizer_class(workload.optimizer)
+        self.num_rows = len(next(iter(self.batch.values())))
+        named = workload.optimizer
+        self.optimizer = (
+            optimizer_builder(_optimizer_class(named), {"lr": 1e-3}, is_on_gpu=workload.is_on_gpu)
+            if isinstance(named, str)
+            else named
+        )
+        self.kernels: AbstractContextManager[Any] = _AsOnGpu() if workload.is_on_gpu else nullcontext()
+        self.compute_loss = workload.compute_loss or _loss_of
         self.end_of_forward = 0
         """The number of events before the first backward."""
+        self.first_temporary = 0
+        """The number of the first storage of the optimizer's step."""
+        self.size_of_temporaries = 1.0
+        """Of the optimizer's step, times those that were counted."""
 
     def run(self) -> None:
         """Take the step. Micro-batches before the last one are alike, and one stands for them."""
         module = self.unit.module
         for tensor in (*module.parameters(), *module.buffers(), *self.batch.values()):
             self.ledger.hold(local_tensor(tensor))
-        optimizer = self.optimizer(module.parameters(), lr=1e-3)
+        optimizer = self.optimizer([p for p in module.parameters() if p.requires_grad])
         self.unit.bind_optimizer(optimizer)
         num_steps, each = self.accumulation.num_steps, self.accumulation.sync_each_batch
         micro_batches = [(1, True)] if num_steps == 1 else [(num_steps - 1, each), (1, True)]
-        with self.ledger, _noting_resizes(self.ledger), _FusedAttention():
+        documents = nullcontext() if "position_ids" in self.batch else _one_document_in_each_row()
+        with self.ledger, _noting_resizes(self.ledger), documents, self.kernels:
             for self.ledger.weight, syncs in micro_batches:
                 self.unit.set_gradient_sync(syncs)
                 try:
-                    loss = _loss_of(self.unit.model(**self.batch))
+                    loss = self.compute_loss(self.unit.model, self.batch)
                 except (RuntimeError, AssertionError) as error:
                     raise ConfigError(
                         f"{type(module).__name__} cannot take a step on tensors without values "
@@ -274,10 +300,16 @@ class _Step:
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         trained: list[Any] = [p for p in self.unit.module.parameters() if p.grad is not None]
         self.gradients = [p.grad for p in trained]
-        # One of each kind is updated, a dozen instead of 290 in a 7B: each has the state and the temporaries of
-        # all that are like it, and torch.optim's updates on a CPU take one parameter after the other.
+        # One of each kind is updated, a dozen instead of 290 in a 7B: each has the state of all that are like it, and
+        # torch.optim's updates take one parameter after the other. Those by `foreach` have temporaries of all at once,
+        # in proportion.
         first = {_kind_of_parameter(p): p for p in reversed(trained)}
-        optimizer.param_groups[0]["params"] = list(first.values())
+        group = optimizer.param_groups[0]
+        group["params"] = list(first.values())
+        if group.get("foreach"):
+            updated = sum(local_tensor(p).nbytes for p in first.values())
+            self.size_of_temporaries = sum(local_tensor(p).nbytes for p in trained) / max(updated, 1)
+        self.first_temporary = self.ledger.num_storages
         self.unit.step()
         states = (optimizer.state[first[_kind_of_parameter(p)]] for p in trained)
         self.states = [value for state in states for value in state.values() if isinstance(value, Tensor)]
@@ -287,6 +319,24 @@ def _kind_of_parameter(parameter: Any) -> tuple[Any, ...]:
     """Return what a parameter's update depends on, but for its values."""
     placed = (parameter.placements, parameter.device_mesh) if isinstance(parameter, DTensor) else ()
     return parameter.shape, parameter.stride(), parameter.dtype, parameter.grad.dtype, *placed
+
+
+def optimizer_builder(
+    kind: Any, options: Mapping[str, Any], *, is_on_gpu: bool
+) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return what builds an optimizer of one group, whose step has the temporaries that the class has on the device.
+
+    torch's optimizers update all parameters at once on GPUs unless told otherwise, and fused ones have no temporaries.
+    """
+    known = inspect.signature(kind).parameters
+    # Defaults have what a base class adds: AdamW's are Adam's.
+    kept = {name: value for name, value in options.items() if name in known and name not in _KERNELS}
+    if "foreach" in known and is_on_gpu and not options.get("fused"):
+        kept["foreach"] = options.get("foreach") in (None, True)
+    return partial(kind, **kept)
+
+
+_KERNELS = ("fused", "foreach", "capturable")
 
 
 def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -303,17 +353,20 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     return known[name.lower()]
 
 
-def _loss_of(outputs: Any) -> Tensor:
+def _loss_of(model: nn.Module, batch: Any) -> Tensor:
     # Of its own: nobody may hold the outputs beside the loss during the backward, whose memory is counted.
-    loss = outputs.get("loss")
-    return loss if loss is not None else next(iter(outputs.values())).float().mean()
+    outputs = model(**batch)
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
+    return loss if loss is not None else tree_leaves(outputs)[0].float().mean()
 
 
 _LABELS_PER_ROW = ("ForSequenceClassification", "ForImageClassification", "ForMultipleChoice")
 
 
 def _build_batch(model: nn.Module, workload: Workload) -> dict[str, Tensor]:
-    """Return a batch of a model of transformers, with labels where it takes some."""
+    """Return the given batch without values, or one of a model of transformers, with labels where it takes some."""
+    if workload.inputs is not None:
+        return {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in workload.inputs.items()}
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if name == "pixel_values":
@@ -373,6 +426,11 @@ class _Ledger(OperationMode):
             self._sizes.append(0)
             self._count(self._known[key][0], storage.nbytes())
         return self._known[key][0]
+
+    @property
+    def num_storages(self) -> int:
+        """Storages that have been counted, by whose number the next one goes."""
+        return len(self._sizes)
 
     def _count(self, number: int, num_bytes: int) -> None:
         self.events.append((number, num_bytes - self._sizes[number]))
@@ -457,13 +515,64 @@ def _flops_of(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> i
     return 0
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Attention without dropout: with it a CPU keeps the scores of all tokens, which no GPU's kernels do."""
+# fmt: off
+_IN_FP32 = frozenset((
+    "__pow__", "__rdiv__", "__rpow__", "acos", "asin", "binary_cross_entropy_with_logits", "cosh", "cosine_similarity",
+    "cosine_embedding_loss", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm", "kl_div", "l1_loss",
+    "hinge_embedding_loss", "layer_norm", "log", "log10", "log_softmax", "log1p", "log2", "margin_ranking_loss", "pow",
+    "mse_loss", "nll_loss", "norm", "prod", "reciprocal", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "sum",
+    "softmax", "softmin", "softplus", "tan", "triplet_margin_loss",
+))
+# fmt: on
+"""What autocast computes in fp32 on GPUs (torch 2.13, docs/source/amp.md); on CPUs it leaves most of it in 16 bits."""
+
+
+class _AsOnGpu(TorchFunctionMode):
+    """Autocast and dropout of GPUs, and attention without any, with which a CPU keeps the scores of all tokens."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:
+            with self:  # it holds in what a backward computes again, too
+                return _backward(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _IN_FP32 and torch.is_autocast_enabled("cpu"):
+            args = [each.float() if _is_in_16_bits(each) else each for each in args]
+        if func is nn.functional.dropout:
+            return _dropout(*args, **(kwargs or {}))
         if func is nn.functional.scaled_dot_product_attention:
             kwargs = {**(kwargs or {}), "dropout_p": 0.0}
         return func(*args, **(kwargs or {}))
+
+
+def _is_in_16_bits(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Drop out by the operation of GPUs, which keeps a byte for each element, where a CPU keeps factors."""
+    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
+
+
+def _backward(
+    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+@contextmanager
+def _one_document_in_each_row() -> Iterator[None]:
+    """Have models of transformers take rows for whole: from positions without values they make masks of documents."""
+    # 5.23, masking_utils.py:776. Such a mask is converted to 16 bits in every layer: 384 MiB in all of 12 layers for a
+    # row of 4,096 tokens, whose plan was 5.1 % too high for it.
+    masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    inherited = getattr(masks, name, None)
+    if inherited is None:
+        yield
+        return
+    setattr(masks, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masks, name, inherited)
 
 
 @contextmanager
@@ -486,7 +595,7 @@ def _noting_resizes(ledger: _Ledger) -> Iterator[None]:
 # --- from the ledger to figures ---------------------------------------------------------------------------------------
 
 
-def _measure(step: _Step, in_buckets: bool | None) -> dict[str, Any]:
+def _measure(step: _Step, in_buckets: bool | None, on_host: Sequence[str]) -> dict[str, Any]:
     """Return the fields of a plan that are sizes. DDP's gradients are views of its buckets, if any (`in_buckets`)."""
     ledger, module = step.ledger, step.unit.module
     parameters = [local_tensor(p) for p in module.parameters()]
@@ -504,23 +613,26 @@ def _measure(step: _Step, in_buckets: bool | None) -> dict[str, Any]:
     fixed = {"optimizer_state": sizes["optimizer_state"]}
     if in_buckets is not None:
         fixed["gradients" if in_buckets else "exchange"] = sizes["gradients"]
-    return {**sizes, **_replay(ledger, fixed, step.end_of_forward)}
+    return {**sizes, **_replay(step, fixed, on_host)}
 
 
-def _replay(ledger: _Ledger, fixed: Mapping[str, int], end_of_forward: int) -> dict[str, Any]:
+def _replay(step: _Step, fixed: Mapping[str, int], on_host: Sequence[str]) -> dict[str, Any]:
     """Return the sizes of a moment: events come and go again, beside the `fixed` bytes of each part."""
+    fixed = {part: 0 if part in on_host else num_bytes for part, num_bytes in fixed.items()}
+    fixed |= dict.fromkeys(on_host, 0)
     held = Counter(fixed)
     total = peak = sum(fixed.values())
     peak_parts, unsharded, activations = Counter(fixed), 0, 0
-    for index, (number, num_bytes) in enumerate(ledger.events, start=1):
-        part = ledger.parts.get(number, "activations")
+    for index, (number, counted) in enumerate(step.ledger.events, start=1):
+        part = step.ledger.parts.get(number, "activations")
+        num_bytes = counted if number < step.first_temporary else int(counted * step.size_of_temporaries)
         if part not in fixed or part == "exchange":
             held[part] += num_bytes
             total += num_bytes
         if total > peak:
             peak, peak_parts = total, held.copy()
         unsharded = max(unsharded, held["unsharded"])
-        if index == end_of_forward:
+        if index == step.end_of_forward:
             activations = held["activations"]
     parts = {part: peak_parts[part] for part in PARTS}
     return {"unsharded": unsharded, "activations": activations, "peak": peak, "peak_parts": parts}

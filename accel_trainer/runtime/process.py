@@ -32,8 +32,22 @@ from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, bracket_ipv6, find_launch_info
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_loss import Survivors, close_connections, noting_connections
-from accel_trainer.runtime.rank_watch import Hook, add_hook, current_watch, leave_watch, start_watch, stop_watch
-from accel_trainer.runtime.torch_private import default_group, forget_default_groups, group_timeout, set_group_timeout
+from accel_trainer.runtime.rank_watch import (
+    Hook,
+    add_hook,
+    current_watch,
+    leave_watch,
+    start_watch,
+    stop_watch,
+    unwatched,
+)
+from accel_trainer.runtime.torch_private import (
+    default_group,
+    forget_default_groups,
+    group_timeout,
+    groups_set_aside,
+    set_group_timeout,
+)
 
 # The context that init_process returned last, for functions that users call without naming a process.
 _current: ProcessContext | None = None
@@ -529,6 +543,22 @@ def _leave_at_exit() -> None:
     # A model that still lives, or a group that is not left, keeps gloo's threads. One of them that is about to drop a
     # tensor waits for the interpreter, and would end the process with SIGABRT if that were gone: let it have its turn.
     time.sleep(_LAST_TURN_SECONDS)
+
+
+@contextmanager
+def job_set_aside() -> Iterator[None]:
+    """Be in no job within the block, which may join another one and leaves it, and then in one's own again."""
+    global _current
+    current, groups = _current, dict(_groups)
+    _current = None
+    _groups.clear()
+    try:
+        with unwatched(), groups_set_aside():
+            yield
+    finally:
+        _current = current
+        _groups.clear()
+        _groups.update(groups)
 
 
 def destroy_process_group() -> None:

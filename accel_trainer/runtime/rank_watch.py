@@ -637,6 +637,17 @@ def current_watch() -> RankWatch | None:
     return _watch
 
 
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Have no watch in the block for those that ask for it; it watches all the same."""
+    global _watch
+    watch, _watch = _watch, None
+    try:
+        yield
+    finally:
+        _watch = watch
+
+
 def sample_phases() -> PhaseSampler | None:
     """Return the sampler of this rank's loop, which begins with the first call; None where nobody watches."""
     return None if _watch is None else _watch.sample_phases()

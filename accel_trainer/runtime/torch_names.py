@@ -24,6 +24,7 @@ CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 CPU_ATTENTION_BACKWARD = f"{CPU_ATTENTION}_backward"
 UNIT_EXCHANGES = ("_allgather_base_", "_reduce_scatter_base_")
 
+GROUP_REGISTRY = ("_register_process_group", "_unregister_all_process_groups")
 SNAPSHOTS = ("record_memory_history", "dump_snapshot")
 
 AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
@@ -32,6 +33,7 @@ _REFUSED = "AccelTrainerError where it is used"
 _FOREACH = f"{_REFUSED}: gradients are scaled, clamped, copied and added by one kernel for all"
 FSDP_UNIT = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
 _NOT_NOTED = "ranks that use unlike parameters under FSDP2 are not told so: gloo ends them, or they hang"
+_PREFLIGHT = f"{_REFUSED}: plans of layouts, as preflight makes them in a job"
 _PLANS = f"{_REFUSED}: `accel-trainer estimate` plans no layouts"
 _NOT_CLEARED = "not cleared: after find_executable_batch_size() has made a new group, DTensors may refer to the old one"
 _RING_GONE = f"{_REFUSED}: parallel.cp_size"
@@ -67,6 +69,8 @@ PRIVATE_NAMES = {
     "torch.distributed.distributed_c10d._get_default_group": _REFUSED,
     "torch.distributed.distributed_c10d._get_default_store": f"{_REFUSED}: by find_executable_batch_size()",
     "torch.distributed.distributed_c10d._world": f"{_REFUSED}: by find_executable_batch_size() on accelerators",
+    "torch.distributed.distributed_c10d._update_default_pg": _PREFLIGHT,
+    **{f"torch._C._distributed_c10d.{name}": _PREFLIGHT for name in GROUP_REGISTRY},
     **{
         f"{AGENT}.{name}": f"overridden in launch/torchrun.py: {consequence}"
         for name, consequence in {

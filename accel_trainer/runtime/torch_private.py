@@ -29,7 +29,15 @@ from torch.utils.data._utils import worker
 
 from accel_trainer import logging
 from accel_trainer.errors import AccelTrainerError
-from accel_trainer.runtime.torch_names import AGENT, FSDP_UNIT, HANDLER, PRIVATE_NAMES, SEEN_IN, SNAPSHOTS
+from accel_trainer.runtime.torch_names import (
+    AGENT,
+    FSDP_UNIT,
+    GROUP_REGISTRY,
+    HANDLER,
+    PRIVATE_NAMES,
+    SEEN_IN,
+    SNAPSHOTS,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
@@ -560,6 +568,46 @@ def joined_groups() -> list[dist.ProcessGroup]:
     return list(_need(_world, "torch.distributed.distributed_c10d._world.pg_map"))
 
 
+@contextmanager
+def groups_set_aside() -> Iterator[None]:
+    """Be in no process group within the block, and leave that which it joins; then be in one's own again.
+
+    Not collective: no rank learns of it, and nothing of the groups is closed. No other thread may begin a collective.
+    """
+    register, forget_all = (_bind("torch._C._distributed_c10d", name) for name in GROUP_REGISTRY)
+    set_default = _bind("torch.distributed.distributed_c10d", "_update_default_pg")
+    # What destroy_process_group() clears (torch 2.13, distributed_c10d.py:2409).
+    tables = (
+        _world.pg_map, _world.pg_names, _world.pg_group_ranks, _world.pg_backend_config, _world.pg_to_tag,
+        _world.tags_to_pg, _world.pg_coalesce_state,
+    )  # fmt: skip
+    kept, default, count = [dict(table) for table in tables], _world.default_pg, _world.group_count
+    # Each init_process_group() puts another prefix before each line of a traceback (torch 2.13, distributed_c10d.py).
+    excepthook = sys.excepthook
+
+    def hold(contents: Sequence[Mapping[Any, Any]], group: Any, number: int) -> None:
+        forget_all()
+        for table, content in zip(tables, contents, strict=True):
+            table.clear()
+            table.update(content)
+        for each, name in _world.pg_names.items():
+            register(name, each)
+        set_default(group)
+        _world.group_count = number
+
+    clear_dtensor_caches(keep_groups=True)
+    hold([{}] * len(tables), None, 0)
+    try:
+        yield
+    finally:
+        forget_default_groups()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        clear_dtensor_caches(keep_groups=True)  # else meshes of the own job may be those of the other one
+        hold(kept, default, count)
+        sys.excepthook = excepthook
+
+
 def group_device_types(group: dist.ProcessGroup) -> list[torch.device]:
     """Return the kinds of device whose tensors a group carries."""
     return list(_need(group, "torch.distributed.ProcessGroup._device_types"))
@@ -649,8 +697,8 @@ def forget_default_groups() -> None:
             function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in defaults)
 
 
-def clear_dtensor_caches() -> None:
-    """Clear DTensor's caches; every mesh loses its groups."""
+def clear_dtensor_caches(*, keep_groups: bool = False) -> None:
+    """Clear DTensor's caches; every mesh loses its groups, unless `keep_groups`."""
     # They keep connections of a group open that was left, for whose end other ranks wait, and put it on new tensors.
     if "torch.distributed.tensor" not in sys.modules:
         return
@@ -664,6 +712,6 @@ def clear_dtensor_caches() -> None:
         with suppress(AccelTrainerError):
             _bind(f"torch.distributed.tensor.{module}", name)()
     # torch 2.11 keeps layouts, and with them meshes, that its own clearing does not reach.
-    for tracked in gc.get_objects():
+    for tracked in () if keep_groups else gc.get_objects():
         if type(tracked) is DeviceMesh:  # isinstance() asks each object for its class, and torch's deprecated ones warn
             getattr(tracked, "_pg_registry", {}).clear()

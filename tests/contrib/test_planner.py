@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import sys
 import time
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from accel_trainer.config import resolve
@@ -73,6 +75,7 @@ def plan(
         model = build(name)
     resolved = resolve(file=options, environ={})
     cluster = Cluster(ranks_per_node=ranks_per_node)
+    workload = {"is_on_gpu": False, **workload}  # as the ranks that are measured
     return plan_layout(model, resolved, num_processes, Workload(batch=B, sequence=L, **workload), cluster)
 
 
@@ -248,7 +251,7 @@ def test_attention_with_dropout_keeps_what_a_gpus_kernel_keeps():
     ("options", "workload", "message"),
     [
         ({"strategy": "deepspeed", "deepspeed": {"zero_optimization": {"stage": 3}}}, {}, "plan strategy 'fsdp2'"),
-        ({"strategy": "fsdp2", "fsdp": {"offload_params": True}}, {}, "offload_params=true .* of one device"),
+        ({"optimizer_in_backward": True}, {}, "optimizer_in_backward=true .* take gradients away"),
         ({"strategy": "fsdp2"}, {"optimizer": "adamv"}, "no optimizer 'adamv' in torch.optim; did you mean 'adam'"),
         ({"parallel": {"tp_size": 3}}, {}, "makes 3 process.es., and this job has 4"),
     ],
@@ -258,12 +261,88 @@ def test_what_cannot_be_planned_is_refused(options: dict[str, Any], workload: di
         plan(4, options, **workload)
 
 
-def test_a_process_of_a_job_plans_nothing():
-    with (
-        fake_job(4, 4),
-        pytest.raises(ConfigError, match="this process has joined a job; plan in a process of its own"),
-    ):
-        plan(4, {"strategy": "fsdp2"})
+def test_what_is_offloaded_is_no_memory_of_the_device():
+    kept = plan(4, {"strategy": "fsdp2"})
+    offloaded = plan(4, {"strategy": "fsdp2", "fsdp": {"offload_params": True}})
+    state = ("parameters", "gradients", "optimizer_state")
+    assert [offloaded.peak_parts[part] for part in state] == [0, 0, 0]
+    assert [getattr(offloaded, part) for part in state] == [getattr(kept, part) for part in state]
+    assert (offloaded.activations, offloaded.unsharded) == (kept.activations, kept.unsharded)
+    assert offloaded.peak < kept.peak - kept.parameters - kept.optimizer_state + 1
+
+
+def test_a_gpus_autocast_and_optimizers_take_more_than_those_of_a_cpu():
+    """Powers are in fp32 there, and AdamW has the roots of all second moments at once."""
+
+    class Cubes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).pow(3)
+
+    def planned(rows: int, **workload: Any) -> LayoutPlan:
+        inputs = {"x": torch.empty(rows, 64, device="meta")}
+        with torch.device("meta"):
+            model = Cubes()
+        resolved = resolve(file={"mixed_precision": "bf16"}, environ={})
+        return plan_layout(model, resolved, 1, Workload(inputs=inputs, **workload), Cluster())
+
+    rows, matrix = 1024 * 64, 4 * 64 * 64
+    # Kept: what is cubed, in 2 or 4 bytes.
+    assert planned(1024).activations - planned(1024, is_on_gpu=False).activations == pytest.approx(2 * rows, abs=64)
+    gpu, cpu = planned(1), planned(1, is_on_gpu=False)
+    assert gpu.peak == pytest.approx(5 * matrix, rel=0.1)  # weights, gradients, both moments, and the roots
+    assert gpu.optimizer_state == cpu.optimizer_state
+    fused = planned(1, optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=False))
+    assert fused.peak == cpu.peak
+
+
+def test_rows_of_one_document_have_no_mask_of_documents():
+    """Attention keeps numbers for each token, and a mask's would be for each pair of them."""
+
+    def activations(length: int, **more: torch.Tensor) -> int:
+        ids = torch.empty(1, length, dtype=torch.long, device="meta")
+        with torch.device("meta"):
+            model: Any = build()
+        model.config.use_cache = False  # with a cache transformers looks for no documents
+        workload = Workload(inputs={"input_ids": ids, "labels": ids, **more})
+        return plan_layout(model, resolve(environ={}), 1, workload, Cluster()).activations
+
+    assert activations(512) == pytest.approx(2 * activations(256), rel=0.01)
+    positions = torch.empty(1, 512, dtype=torch.long, device="meta")
+    masks = 512 * 512 * (1 + 2 * 4)  # one of bits, and in each of two layers one that is added in fp32
+    assert activations(512, position_ids=positions) - activations(512) == pytest.approx(masks, rel=0.02)
+
+
+def test_dropout_keeps_a_byte_for_each_element_as_on_a_gpu():
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.dropout = nn.Linear(64, 64, bias=False), nn.Dropout(0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dropout(self.layer(x)).sum()
+
+    def activations(*, is_on_gpu: bool) -> int:
+        with torch.device("meta"):
+            model = Dropping()
+        workload = Workload(inputs={"x": torch.empty(1024, 64, device="meta")}, is_on_gpu=is_on_gpu)
+        return plan_layout(model, resolve(environ={}), 1, workload, Cluster()).activations
+
+    rows = 1024 * 64
+    assert activations(is_on_gpu=True) == pytest.approx(4 * rows + rows, rel=0.01)  # the input, and what was kept
+    assert activations(is_on_gpu=False) == pytest.approx(4 * rows + 4 * rows, rel=0.01)
+
+
+def test_a_plan_leaves_the_job_that_its_process_is_in_as_it_was():
+    alone = plan(4, {"strategy": "fsdp2"})
+    with fake_job(2, 2) as process:
+        hook = sys.excepthook
+        assert plan(4, {"strategy": "fsdp2"}) == alone
+        assert sys.excepthook is hook
+        assert (dist.get_world_size(), dist.get_rank()) == (process.world_size, process.rank)
 
 
 def test_a_model_whose_step_depends_on_values_is_refused():
