@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -70,6 +71,42 @@ class AcceleratorPreparing(AcceleratorSettings):
     """Preparing of models, optimizers, schedules and data loaders."""
 
     _data_seed: int | None = None
+
+    def preflight(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        batch: Mapping[str, Any],
+        *,
+        mode: Literal["refuse", "warn"] = "refuse",
+        memory: str | int | None = None,
+        compute_loss: Callable[[Any, Any], Any] | None = None,
+    ) -> Any:
+        """Return the peak of an update on this rank by purpose, planned by its strategy on tensors without memory.
+
+        Before `prepare()`, with what is going to be prepared; nothing of it changes. Not collective: each rank plans by
+        itself, and compares with the memory of its own device, to which 5 % are added for what a plan may miss.
+
+        Args:
+            model: on any device, the meta device too.
+            batch: a micro-batch of this rank, the largest that comes; shapes and dtypes of its tensors count.
+            mode: whether a run that will not fit, or that nobody can plan, is an error or a warning.
+            memory: of a rank, "80GiB" or a number of bytes; None is what is free on its device.
+            compute_loss: called with the model and the batch; None is `model(**batch)`, and `loss` of what it returns.
+
+        Returns:
+            The contrib.planner.LayoutPlan: `peak`, `peak_parts` and others, in bytes; None where there is none, with
+            "warn".
+
+        Raises:
+            ConfigError: with "refuse": the rank needs more memory than it has, or the run cannot be planned. The
+                message has the two cheapest changes with which it fits, with their peaks and times.
+        """
+        # By name: contrib imports the core, and the core nothing of contrib.
+        if mode not in ("refuse", "warn"):
+            raise ConfigError(f"preflight(mode={mode!r}) is neither 'refuse' nor 'warn'")
+        planning = importlib.import_module("accel_trainer.contrib.preflight")
+        return planning.preflight_loop(self, model, optimizer, batch, mode, memory, compute_loss)
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders for this job; return them in the order they came.

@@ -44,7 +44,13 @@ def _account(trainer: Trainer, message: str) -> str:
     peak = peak_memory(accelerator.device) or 0
     facts = accelerator.strategy.capabilities
     replicas = 1 if facts.shards_parameters or facts.builds_engine else accelerator.num_processes
-    lines = [f"rank {accelerator.process.rank}: {describe_peak(sizes, peak)}"]
+    failed = f"; {_gib(request)} more were not to be had" if found else ""
+    lines = [f"rank {accelerator.process.rank}: {describe_peak(sizes, peak)}{failed}"]
+    if (planned := trainer.planned_run) is not None:
+        # What the plan has missed is missed by those of the changes, too. A CPU's peak is that of the whole process.
+        missed = 0.0 if accelerator.device.type == "cpu" else max(peak + request - planned.plan.peak, 0.0)
+        changes = planned.changes(planned.limit - missed)[:2]
+        return "\n".join([*lines, f"  planned: {planned.describe()}", *map(str, changes)])
     rows, steps = trainer._train_batch_size, trainer.args.gradient_accumulation_steps
     lines += advise(sizes, peak, request, rows=rows, num_steps=steps, replicas=replicas)
     return "\n".join(lines)
@@ -94,7 +100,10 @@ def advise(
     if replicas > 1:
         advice.append((f"fsdp=True, which shards all but the rest over {replicas} ranks", fixed / replicas + rest))
     found = [f"  {text}: about {_gib(size)}" for text, size in advice]
-    return [*found, "  activation_checkpointing and other layouts: accel-trainer estimate plans their peaks"]
+    return [
+        *found,
+        "  activation_checkpointing and others, with their peaks and times: TrainingArguments(preflight='warn')",
+    ]
 
 
 def _gib(num_bytes: float) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import math
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,16 +16,21 @@ from torch import Tensor
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS
 from transformers.trainer_utils import BestRun, HPSearchBackend, TrainOutput, default_compute_objective
 
+from accel_trainer import logging
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from accel_trainer.config import Compat
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.collectives import broadcast_object
 from accel_trainer.runtime.memory import find_executable_batch_size, register_memory_owner, release_memory
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import KeptStreams
+from accel_trainer.trainer.arguments.training_arguments import setting
 from accel_trainer.trainer.preparation import ModelPreparation
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
+
+logger = logging.get_logger(__name__)
 
 _DONE, _FAILED, _TRIAL = "done", "failed", "trial"
 
@@ -219,6 +227,9 @@ class BatchSizeSearch:
                 "give Trainer(model_init=...), which makes the model of each attempt, or set "
                 "per_device_train_batch_size"
             )
+        self._keeps_update = trainer.args.resolved.config.compat is not Compat.TRANSFORMERS
+        self._num_samples = 0
+        """Of an update on a rank that reads."""
         self._streams = KeptStreams()
         # A copy on a CPU as well, where .to() would return the tensor itself, which training changes.
         self._values = {name: value.detach().to("cpu", copy=True) for name, value in self._list_values()}
@@ -232,8 +243,8 @@ class BatchSizeSearch:
         given = [each for each in (self._optimizer, self._scheduler) if each is not None]
         self._states = [(each, copy.deepcopy(each.state_dict())) for each in given]
 
-    def run(self, train: Callable[[], TrainOutput], start: int) -> TrainOutput:
-        """Train until memory suffices on all ranks, from `start` samples; a ConfigError at none. Collective."""
+    def run(self, train: Callable[[], TrainOutput]) -> TrainOutput:
+        """Train until memory suffices on all ranks; a ConfigError at no size. Collective. Within `keeping_update`."""
         trainer = self._trainer
         is_first = True
 
@@ -242,13 +253,60 @@ class BatchSizeSearch:
             if not is_first:
                 self._begin_again()
             is_first = False
-            trainer._train_batch_size = batch_size
+            self._take(batch_size)
             trainer.args.auto_find_batch_size = False  # upstream would search, too
             return train()
 
         register_memory_owner(self)  # a rank that runs out of memory, or hears of it, drops what the attempt holds
-        output: TrainOutput = find_executable_batch_size(auto_find_batch_size, start)()
+        reduce_size = self._next_size if self._keeps_update else None
+        start = self._planned_size(trainer._train_batch_size)
+        output: TrainOutput = find_executable_batch_size(auto_find_batch_size, start, reduce_size)()
         return output
+
+    @contextmanager
+    def keeping_update(self, found: int | None) -> Iterator[None]:
+        """Context in which the samples of an update, and their order, are those of the arguments, whatever the size.
+
+        With `compat` the accumulation stays in their place, as upstream's.
+
+        Args:
+            found: size that a search had found before the checkpoint.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        given = trainer._train_batch_size, args.gradient_accumulation_steps
+        self._num_samples = math.prod(given)
+        with (
+            setting(trainer, given_batch=(trainer.given_batch or given) if self._keeps_update else trainer.given_batch),
+            setting(args, gradient_accumulation_steps=given[1]) if self._keeps_update else nullcontext(),
+            setting(trainer, _train_batch_size=given[0]) if self._keeps_update else nullcontext(),
+        ):
+            if found is not None:
+                self._take(found if not self._num_samples % found else self._next_size(found))
+            yield
+
+    def _take(self, size: int) -> None:
+        self._trainer._train_batch_size = size
+        if self._keeps_update:
+            self._trainer.args.gradient_accumulation_steps = self._num_samples // size
+
+    def _next_size(self, size: int) -> int:
+        """Return the next smaller size of which several make the same update; 0 behind 1."""
+        return next((smaller for smaller in range(size - 1, 0, -1) if self._num_samples % smaller == 0), 0)
+
+    def _planned_size(self, start: int) -> int:
+        """Return the size that is planned to fit on all ranks; `start` where this run cannot be planned. Collective."""
+        trainer, size = self._trainer, start
+        planning = importlib.import_module("accel_trainer.contrib.preflight")  # by name: contrib imports the core
+        try:
+            size = (trainer.planned_run or planning.plan_training(trainer)).largest_rows()
+        except Exception as error:  # whatever a model's step does without values; attempts will show
+            logger.info("the search for a batch size goes by attempts alone (%s: %s)", type(error).__name__, error)
+        if trainer.accelerator.num_processes > 1:
+            sizes = torch.tensor(size, device=trainer.accelerator.device)
+            size = int(trainer.accelerator.reduce(sizes, "min"))
+        if size < start:
+            logger.warning("%d samples in a micro-batch are planned not to fit; trying %d", start, size)
+        return size
 
     def free_memory(self) -> None:
         """Drop the memory of an attempt, and all references to its process group."""

@@ -1,4 +1,4 @@
-"""auto_find_batch_size goes down by a tenth until memory suffices, and needs no accelerate."""
+"""auto_find_batch_size begins with what is planned to fit, and goes down by micro-batches of the same update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from accel_trainer.errors import ConfigError
 from tests.cells import crossed
 from tests.ranks import RankFailure, run_ranks
-from tests.trainer_jobs import build_model, build_trainer, summary
+from tests.trainer_jobs import build_model, build_trainer, on_ranks, summary
 
 
 def limited(trainer: Any, limit: int) -> None:
@@ -36,12 +36,75 @@ def test_training_starts_again_with_a_batch_that_fits(tmp_path):
 
     trainer.train()
 
-    reference = build_trainer(tmp_path / "reference", per_device_train_batch_size=14, samples=28)
+    reference = build_trainer(
+        tmp_path / "reference", per_device_train_batch_size=8, gradient_accumulation_steps=2, samples=28
+    )
     reference.train()
-    assert trainer.state.train_batch_size == 14
+    assert trainer.state.train_batch_size == 8
     assert summary(trainer)["losses"] == summary(reference)["losses"]
     assert trainer.args.auto_find_batch_size is True
     assert trainer.args.per_device_train_batch_size == 16
+    assert trainer.args.gradient_accumulation_steps == 1
+
+
+def test_as_upstream_an_update_becomes_smaller_by_nine_tenths(tmp_path):
+    options: dict[str, Any] = {"compat": "transformers", "samples": 28}
+    trainer = build_trainer(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=16, **options)
+    limited(trainer, 14)
+    trainer.train()
+    reference = build_trainer(tmp_path / "reference", per_device_train_batch_size=14, **options)
+    reference.train()
+    assert trainer.state.train_batch_size == 14
+    assert summary(trainer)["losses"] == summary(reference)["losses"]
+
+
+def begin_with_plan(folder: str, *, strategy: str, sizes: tuple[int, int]) -> tuple[list[int], Any]:
+    """Search where each rank has the memory of so many rows; return the sizes that are tried, and a run's summary."""
+    from accel_trainer.contrib.preflight import plan_training
+
+    trainer = build_trainer(folder, strategy=strategy, auto_find_batch_size=True, per_device_train_batch_size=8)
+    planned = plan_training(trainer)
+    own = sizes[trainer.args.process_index]
+    trainer.args.preflight_memory = f"{int(1.05 * planned.replan(own).peak) + 1}B"
+    tried = limit_one_rank(trainer, "forward")
+    trainer.train()
+    return tried, summary(trainer)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_search_begins_with_what_is_planned_to_fit_on_every_rank(tmp_path, strategy: str):
+    sizes = (2, 8) if strategy == "single" else (4, 2)
+    found = on_ranks(strategy, begin_with_plan, str(tmp_path / "found"), sizes=sizes)
+    expected = on_ranks(strategy, same_update, str(tmp_path / "reference"))
+    for (tried, own), reference in zip(found, expected, strict=True):
+        assert tried == [2]
+        assert own["losses"] == reference["losses"]
+
+
+def same_update(folder: str, *, strategy: str) -> Any:
+    trainer = build_trainer(folder, strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    trainer.train()
+    return summary(trainer)
+
+
+class Deciding(torch.nn.Module):
+    """A model whose step depends on values, which no plan follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(64, 4)
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        vectors = self.table(input_ids)
+        return {"loss": vectors.square().mean() if vectors.sum() > 0 else (1 - vectors).square().mean()}
+
+
+def test_a_model_that_cannot_be_planned_is_searched_by_attempts(tmp_path):
+    trainer = build_trainer(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=8)
+    trainer.model = trainer.model_wrapped = Deciding()
+    limited(trainer, 4)
+    trainer.train()
+    assert trainer.state.train_batch_size == 4
 
 
 def test_memory_that_suffices_for_no_batch_is_an_error(tmp_path):
@@ -75,7 +138,7 @@ def test_resuming_begins_with_the_size_that_was_found(tmp_path):
     second = build_trainer(tmp_path / "again", **options)
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
-    assert second.state.train_batch_size == 14
+    assert second.state.train_batch_size == 8
     assert summary(second)["losses"] == summary(first)["losses"]
 
 
@@ -93,8 +156,8 @@ def test_memory_that_runs_out_in_evaluation_is_not_answered_with_a_smaller_train
 
 
 RUN: dict[str, Any] = {"dropout": 0.2, "samples": 48, "num_train_epochs": 2}
-SIZE = 7
-"""The second one that is tried, after 8."""
+SIZE = 4
+"""The second one that is tried, after 8; two make the same update."""
 
 
 def limit_one_rank(trainer: Any, where: str, rank: int = 0) -> list[int]:
@@ -106,7 +169,7 @@ def limit_one_rank(trainer: Any, where: str, rank: int = 0) -> list[int]:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def training_step(model: Any, inputs: Any, num_items: Any = None) -> Any:
-        if trainer.state.global_step == 0:
+        if trainer.state.global_step == 0 and tried[-1:] != [trainer._train_batch_size]:
             tried.append(trainer._train_batch_size)
         if where == "forward":
             check()
@@ -138,7 +201,7 @@ def search(folder: str, strategy: str, where: str, rank: int, builds_model: bool
 
 
 def at_once(folder: str, strategy: str, builds_model: bool = False, **options: Any) -> Any:
-    trainer = build_for_search(folder, strategy, builds_model, size=SIZE, **options)
+    trainer = build_for_search(folder, strategy, builds_model, size=SIZE, gradient_accumulation_steps=2, **options)
     trainer.train()
     return summary(trainer)
 

@@ -28,7 +28,7 @@ def test_changes_come_with_the_peak_that_follows():
     assert advise(_SIZES, 70 * _GIB, 6 * _GIB, rows=8, num_steps=2, replicas=8) == [
         "  per_device_train_batch_size=4 with gradient_accumulation_steps=4, the same update: about 58.00 GiB",
         "  fsdp=True, which shards all but the rest over 8 ranks: about 41.00 GiB",
-        "  activation_checkpointing and other layouts: accel-trainer estimate plans their peaks",
+        "  activation_checkpointing and others, with their peaks and times: TrainingArguments(preflight='warn')",
     ]
     # Of five rows no half is the same update.
     (first, *_) = advise(_SIZES, 70 * _GIB, 0, rows=5, num_steps=1, replicas=1)
@@ -36,8 +36,8 @@ def test_changes_come_with_the_peak_that_follows():
     assert len(advise(_SIZES, 70 * _GIB, 0, rows=1, num_steps=1, replicas=1)) == 1
 
 
-def _run_out(folder: str, *, strategy: str) -> tuple[str, list[str], int]:
-    trainer = build_trainer(folder, strategy=strategy, max_steps=4, per_device_train_batch_size=2)
+def _run_out(folder: str, *, strategy: str, **options: Any) -> tuple[str, list[str], int]:
+    trainer = build_trainer(folder, strategy=strategy, max_steps=4, per_device_train_batch_size=2, **options)
     compute_loss, process = trainer.compute_loss, trainer.accelerator.process
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -65,6 +65,20 @@ def test_an_error_of_a_training_has_the_account_of_its_rank(tmp_path: Path, stra
             r"([\d.]+) GiB at the peak", r"([\d.]+) GiB activations", r"same update: about ([\d.]+)",
         ))  # type: ignore[index] # fmt: skip
         assert halved == pytest.approx(peak - rest + (rest + 2) / 2, abs=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_with_a_preflight_the_planned_peak_and_planned_changes_stand_beside_it(tmp_path: Path, strategy: str):
+    for rank, notes, _ in on_ranks(strategy, _run_out, str(tmp_path), preflight="warn"):
+        (note,) = notes
+        measured, planned, *changes = note.splitlines()
+        assert measured.startswith(rank)
+        assert measured.endswith("; 2.00 GiB more were not to be had")
+        assert re.match(r"  planned: 0\.\d+ MiB at the peak: 0\.\d+ MiB parameters, .* MiB activations$", planned)
+        assert len(changes) == 2
+        peaks = [re.search(r": about (0\.\d+) MiB at the peak, (\d\.\d\d) of the time$", each) for each in changes]
+        assert all(float(peak[1]) < float(planned.split()[1]) for peak in peaks)  # type: ignore[index]
+        assert [float(peak[2]) for peak in peaks] == sorted(float(peak[2]) for peak in peaks)  # type: ignore[index]
 
 
 def test_other_errors_have_none(tmp_path: Path):

@@ -29,6 +29,7 @@ from accel_trainer.accelerator.shared_state import (
     share_process,
     stated_waits,
 )
+from accel_trainer.big_models.device_map import convert_file_size_to_int
 from accel_trainer.checkpoint.checkpointer import SavePolicy
 from accel_trainer.checkpoint.reader import check_verify
 from accel_trainer.config import Compat, LossDivision, LossImplementation, Resolved, Source, SourceKind, field_specs
@@ -254,6 +255,14 @@ class TrainingArguments(transformers.TrainingArguments):
         "Write sums of the bits of what each module computes, its gradients and its weights to "
         "output_dir/fingerprints.jsonl, in every so many updates, for `accel-trainer report --diff`; 0 writes none.",
     )
+    preflight: Literal["off", "warn", "refuse"] = _argument(
+        "off",
+        "Whether to plan the peak of each rank before anything is prepared, which takes seconds, and to 'warn' or "
+        "'refuse' where its device has less memory.",
+    )
+    preflight_memory: str | None = _argument(
+        None, "With preflight: memory that a rank may take, '80GiB' for one; None is what is free on its device."
+    )
     profile: str | None = _argument(
         None,
         "START:STOP: updates of which torch's profiler writes a trace to output_dir/profile, from START to the one "
@@ -290,8 +299,7 @@ class TrainingArguments(transformers.TrainingArguments):
         untouched = [item.name for item in fields(self) if getattr(self, item.name) == _default(item)]
         self.check_batch_sizes()
         self.accelerator_config, given_options = _read_accelerator_config(self.accelerator_config)
-        if self.eval_loss_weighting not in (None, "token", "batch"):
-            raise ConfigError(f"eval_loss_weighting={self.eval_loss_weighting!r} is neither 'token' nor 'batch'")
+        self._check_words()
         if getattr(self, "parallelism_config", None) is not None:
             self.parallelism_config = ParallelismConfig.of(self.parallelism_config)
         self.save_policy  # noqa: B018  it checks its two arguments
@@ -348,6 +356,14 @@ class TrainingArguments(transformers.TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
+    def _check_words(self) -> None:
+        if self.eval_loss_weighting not in (None, "token", "batch"):
+            raise ConfigError(f"eval_loss_weighting={self.eval_loss_weighting!r} is neither 'token' nor 'batch'")
+        if self.preflight not in ("off", "warn", "refuse"):
+            raise ConfigError(f"preflight={self.preflight!r} is none of 'off', 'warn' and 'refuse'")
+        if self.preflight_memory is not None:
+            convert_file_size_to_int(self.preflight_memory)  # refuses what is no size
+
                 raise ConfigError(
                     f"{name}={value!r} was given, and it counts samples or steps: use an integer of 1 or more"
                 )

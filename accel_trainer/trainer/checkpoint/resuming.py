@@ -174,11 +174,11 @@ class ResumingMethods(SavingMethods):
         self.run_lengths = values
         resumption = self.run_checkpoints.resumption
         if resumption is not None:
-            self._check_run(resumption, self._train_batch_size, is_searched=True)  # an attempt may have a smaller batch
+            self._check_run(resumption, is_searched=True)  # an attempt may have a smaller batch
             self._steps_in_epoch = values[5]
             values = resumption.take_position(self.args, dataloader, values)
             self.run_lengths = values
-            resumption.warn_of_batch(self.args, self._update_batch(self._train_batch_size), values[6])
+            resumption.warn_of_batch(self.args, self._update_batch(), values[6])
         return values
 
     def order_batch(self) -> tuple[int, int]:
@@ -187,16 +187,18 @@ class ResumingMethods(SavingMethods):
         saved = None if resumption is None or args.ignore_data_skip else resumption.order_batch
         return saved or self.given_batch or (args.per_device_train_batch_size, args.gradient_accumulation_steps)
 
-    def _check_run(self, resumption: Resumption, micro_batch: int, *, is_searched: bool) -> None:
+    def _check_run(self, resumption: Resumption, *, is_searched: bool) -> None:
         """Refuse to go on as a run that means something else; see `Resumption.check_run`."""
-        resumption.check_run(self.args, self._update_batch(micro_batch), is_searched=is_searched)
+        resumption.check_run(self.args, self._update_batch(), is_searched=is_searched)
 
-    def _update_batch(self, micro_batch: int) -> UpdateBatch:
-        """Return the samples of an update with so many in a micro-batch."""
-        args, own = self.args, self._train_batch_size
-        num_samples = self.get_total_train_batch_size(args) // own * micro_batch
+    def _update_batch(self) -> UpdateBatch:
+        """Return the samples of an update."""
+        args = self.args
         return UpdateBatch(
-            num_samples, self.accelerator.readers.world_size, micro_batch, args.gradient_accumulation_steps
+            self.get_total_train_batch_size(args),
+            self.accelerator.readers.world_size,
+            self._train_batch_size,
+            args.gradient_accumulation_steps,
         )
 
     def _init_training_state(
