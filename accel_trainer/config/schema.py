@@ -184,6 +184,8 @@ class AccumulationConfig:
 
     num_steps: int = 1
     """Micro-batches for each optimizer step, at least 1."""
+    micro_batch_size: int | None = None
+    """Rows of each rank in a micro-batch: a Trainer's per_device_train_batch_size, where that is not given."""
     sync_with_dataloader: bool = True
     """Close the accumulation window at the end of the loader, even when it is not full."""
     sync_each_batch: bool = False

@@ -102,6 +102,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "loss_chunk_tokens": _at_least(1),
     "data.data_seed": _at_least(0),
     "accumulation.num_steps": _at_least(1),
+    "accumulation.micro_batch_size": _at_least(1),
     "compile.backend": (
         lambda name: bool(name.strip()),
         "'no' or the name of a torch.compile backend such as 'inductor'",

@@ -15,12 +15,12 @@ import multiprocessing
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, MissingExtraError
 from accel_trainer.launch.cli import add_option, as_subcommand, command_parser
@@ -30,6 +30,8 @@ from accel_trainer.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
     from accel_trainer.contrib.planner import LayoutPlan
+
+T = TypeVar("T")
 
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 _TRAINABLE = ("float32", "float16", "bfloat16")
@@ -85,6 +87,11 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     plan.add_argument("--compare", action="store_true", help=text)
     text = "of a rank, 80GiB for one: with --compare, layouts that need more"
     plan.add_argument("--memory", metavar="SIZE", help=text)
+    text = "choose micro-batch, accumulation, layout and ways to save memory with which a rank fits, 80GiB for one"
+    plan.add_argument("--fit", metavar="SIZE", help=text)
+    add_option(plan, "global_batch", type=int, metavar="N", help="with --fit: rows of an update over all ranks")
+    text = "with --fit: the configuration file, with reasons beside the choices [printed]"
+    plan.add_argument("--write", metavar="FILE", help=text)
     plan.add_argument("--json", action="store_true", help="print plans as JSON")
     plan.add_argument("--picture", metavar="FILE", help="write the memory by purpose as an SVG")
     return as_subcommand(parser, subparsers, "estimate-memory", estimate_command)
@@ -153,7 +160,7 @@ def create_ascii_table(headers: list[str], rows: list[list[str]], title: str) ->
 
 _FLAGS_OF = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}
 _POLICIES = ("off", "selective", "every:2", "full")
-_SIZES_OF_MODELS = ("parallel.tp_size", "parallel.sp_size", "parallel.ep_size")
+SIZES_OF_MODELS = ("parallel.tp_size", "parallel.sp_size", "parallel.ep_size")
 """The axes that not every model can take."""
 
 
@@ -163,10 +170,14 @@ def _print_plans(args: argparse.Namespace) -> None:
 
     limit = None if args.memory is None else convert_file_size_to_int(args.memory)
     options = _layout_options(args)
+    if args.fit is not None:
+        from accel_trainer.contrib.fitting import fit_layout
+
+        return fit_layout(args, options)
     if args.compare:
         plans = sorted(_all_plans(args, options), key=lambda plan: plan.seconds_per_row)
     else:
-        plans = [_plan(args, options, {})]
+        plans = [plan_of(args, options, {})]
     if args.picture is not None:
         Path(args.picture).write_text(_draw(plans, limit), encoding="utf-8")
     if args.json:
@@ -189,24 +200,25 @@ def _layout_options(args: argparse.Namespace) -> Options:
             f"accel-trainer estimate: {' '.join(options.rest)} belongs to no option; the model comes first, and "
             "options of launch behind it"
         )
-    options.flags["compile.backend"] = "no"  # a compiler has nothing to compile, and memory hardly differs
     return options
 
 
-def _with_policy(policy: str) -> dict[str, Any]:
+def with_policy(policy: str) -> dict[str, Any]:
     """Return the options of a policy of activation checkpointing, whichever option the configuration has it by."""
     return {"activation_checkpointing": policy, "fsdp.activation_checkpointing": False}
 
 
 def _plans_by_policy(args: argparse.Namespace, options: Options, own: str) -> list[LayoutPlan]:
     """Return the plans of a layout by each policy that the model can take, `own` among them."""
-    plans = (_try_plan(args, options, _with_policy(policy)) for policy in dict.fromkeys([*_POLICIES, own]))
+    plans = (_try_plan(args, options, with_policy(policy)) for policy in dict.fromkeys([*_POLICIES, own]))
     return [plan for plan in plans if not isinstance(plan, ConfigError)]
 
 
-def _plan(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) -> LayoutPlan:
+def plan_of(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) -> LayoutPlan:
     """Return the plan of the job that the options configure, with some of them replaced."""
-    resolved, _ = resolve_options(dataclasses.replace(options, flags={**options.flags, **flags}), os.environ, None)
+    # A compiler has nothing to compile, and memory hardly differs.
+    flags = {**options.flags, "compile.backend": "no", **flags}
+    resolved, _ = resolve_options(dataclasses.replace(options, flags=flags), os.environ, None)
     launch = resolved.config.launch
     if launch.num_processes is None:
         raise ConfigError("the plan of a layout needs the number of processes; add --num_processes N")
@@ -229,57 +241,61 @@ _ALONE_SECONDS = 5.0
 
 def _all_plans(args: argparse.Namespace, options: Options) -> list[LayoutPlan]:
     """Return the plans of layouts that the model and the number of processes allow; without any, raise the refusal."""
-    outcomes = _outcomes(args, options)
-    plans = [outcome for outcome in outcomes if not isinstance(outcome, ConfigError)]
+    found = outcomes(args, candidates(args, options), partial(_try_plan, args, options))
+    plans = [outcome for outcome in found if not isinstance(outcome, ConfigError)]
     if not plans:
-        raise next(outcome for outcome in reversed(outcomes) if isinstance(outcome, ConfigError))
+        raise next(outcome for outcome in reversed(found) if isinstance(outcome, ConfigError))
     return plans
 
 
-def _outcomes(args: argparse.Namespace, options: Options) -> list[LayoutPlan | ConfigError]:
+def outcomes(
+    args: argparse.Namespace, layouts: Iterable[Mapping[str, Any]], plan: Callable[[Any], T | ConfigError]
+) -> list[T | ConfigError]:
     """Return plans or refusals, after some seconds by all cores; sizes refused alone are not tried with others."""
     num_workers = getattr(args, "num_workers", 1)
     until = float("inf") if num_workers == 1 else time.perf_counter() + _ALONE_SECONDS
-    candidates = deque(_candidates(args, options))
-    outcomes: list[LayoutPlan | ConfigError] = []
+    waiting = deque(layouts)
+    found: list[T | ConfigError] = []
     refused: set[tuple[str, int]] = set()
     """Sizes that do not fit the model, with nothing beside them: nor will they with something."""
-    while candidates and time.perf_counter() < until:
-        flags = candidates.popleft()
+    while waiting and time.perf_counter() < until:
+        flags = waiting.popleft()
         asked = _sizes_of_models(flags)
         if not asked & refused:
-            outcomes.append(_try_plan(args, options, flags))
-            refused |= asked if len(asked) == 1 and isinstance(outcomes[-1], ConfigError) else set()
-    if rest := [flags for flags in candidates if not _sizes_of_models(flags) & refused]:
+            found.append(plan(flags))
+            refused |= asked if len(asked) == 1 and isinstance(found[-1], ConfigError) else set()
+    if rest := [flags for flags in waiting if not _sizes_of_models(flags) & refused]:
         # Not forked: torch's threads do not survive that.
         spawned = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(min(num_workers, len(rest)), mp_context=spawned) as pool:
-            outcomes += pool.map(partial(_try_plan, args, options), rest)
-    return outcomes
+            found += pool.map(plan, rest)
+    return found
 
 
 def _sizes_of_models(flags: Mapping[str, Any]) -> set[tuple[str, int]]:
-    return {(path, flags[path]) for path in _SIZES_OF_MODELS if flags.get(path, 1) > 1}
+    return {(path, flags[path]) for path in SIZES_OF_MODELS if flags.get(path, 1) > 1}
 
 
 def _try_plan(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) -> LayoutPlan | ConfigError:
     try:
-        return _plan(args, options, flags)
+        return plan_of(args, options, flags)
     except ConfigError as problem:  # no plan for tensor parallelism, or a size that does not divide
         return problem
 
 
-def _candidates(args: argparse.Namespace, options: Options) -> Iterator[dict[str, Any]]:
-    """Yield the options of layouts: replicas, and sizes of all axes without and with checkpointing."""
+def candidates(
+    args: argparse.Namespace, options: Options, policies: Sequence[str] = ("off", "full")
+) -> Iterator[dict[str, Any]]:
+    """Yield the options of layouts: replicas, and sizes of all axes with each policy of checkpointing."""
     num_processes = resolve_options(options, os.environ, None)[0].config.launch.num_processes or 1
     if num_processes == 1:
         yield {}
         return
-    fixed = {"fsdp.replicate_size": 1, "fsdp.replicate_per_node": False, **dict.fromkeys(_SIZES_OF_MODELS, 1)}
+    fixed = {"fsdp.replicate_size": 1, "fsdp.replicate_per_node": False, **dict.fromkeys(SIZES_OF_MODELS, 1)}
     none = {"strategy": "ddp", "parallel.dp_replicate_size": num_processes, "parallel.dp_shard_size": 1}
-    yield {**fixed, **none, **_with_policy("off")}
-    for sizes, policy in itertools.product(_sharded_sizes(args, num_processes), ("off", "full")):
-        yield {**fixed, "strategy": "fsdp2", **sizes, **_with_policy(policy)}
+    yield {**fixed, **none, **with_policy("off")}
+    for sizes, policy in itertools.product(_sharded_sizes(args, num_processes), policies):
+        yield {**fixed, "strategy": "fsdp2", **sizes, **with_policy(policy)}
 
 
 def _sharded_sizes(args: argparse.Namespace, num_processes: int) -> Iterator[dict[str, int]]:
@@ -304,7 +320,8 @@ def _expert_sizes(within: Sequence[int], tp: int, sp: int, shard: int) -> list[i
     return [size for size in shared if tp == 1 and shard * sp % size == 0]
 
 
-def _layout_name(plan: LayoutPlan) -> str:
+def layout_name(plan: LayoutPlan) -> str:
+    """Return the axes of a plan that are larger than 1, in words."""
     sizes = [f"{axis} {size}" for axis, size in plan.sizes.items() if size > 1 and axis != "ep"]
     experts = f", ep {plan.sizes['ep']}" if plan.sizes["ep"] > 1 else ""
     return (" x ".join(sizes) or "one process") + experts
@@ -326,7 +343,7 @@ def _plan_table(plan: LayoutPlan, policies: Sequence[LayoutPlan], args: argparse
     ]
     rows = [[name, *("" if size is None else convert_bytes(size) for size in sizes)] for name, *sizes in memory]
     title = (
-        f"A rank of {_layout_name(plan)} ({plan.strategy}), {args.batch} x {args.sequence} for each of "
+        f"A rank of {layout_name(plan)} ({plan.strategy}), {args.batch} x {args.sequence} for each of "
         f"{plan.num_readers} reader(s), {args.optimizer}"
     )
     tables = [create_ascii_table(["memory", "size", "at the peak"], [r for r in rows if any(r[1:])], title)]
@@ -373,7 +390,7 @@ def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.N
     for plan in fitting:
         sizes = (plan.parameters + plan.gradients + plan.optimizer_state, plan.activations, plan.peak)
         times = (plan.compute_seconds, plan.exposed_seconds, plan.seconds_per_row)
-        names = [_layout_name(plan), plan.strategy, plan.checkpointing]
+        names = [layout_name(plan), plan.strategy, plan.checkpointing]
         rows.append([*names, *map(convert_bytes, sizes), *map(_ms, times)])
     lines = [create_ascii_table(headers, rows, title)] if fitting else []
     if len(fitting) < len(plans):
@@ -414,7 +431,7 @@ def _draw(plans: Sequence[LayoutPlan], limit: int | None) -> str:
         drawn.append(f'<text x="{left + 14}" y="21">{escape(part.replace("_", " "))}</text>')
     for row, plan in enumerate(plans):
         x, y = float(_LEFT), _TOP + row * (_BAR + _GAP)
-        label = f"{_layout_name(plan)}{f', {plan.checkpointing}' * plan.recomputes}"
+        label = f"{layout_name(plan)}{f', {plan.checkpointing}' * plan.recomputes}"
         drawn.append(f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(label)}</text>')
         for part, colour in zip(parts, _COLOURS, strict=True):
             width = plan.peak_parts[part] * scale

@@ -220,7 +220,7 @@ def test_a_mixture_is_planned_as_if_its_experts_got_as_many_tokens_each(tmp_path
 
 def test_layouts_have_shards_over_all_ranks_or_a_machines(llama: str) -> None:
     args = estimate_command_parser().parse_args([llama, "--num_processes", "32", "--ranks_per_node", "8"])
-    found = list(estimate._candidates(args, estimate._layout_options(args)))
+    found = list(estimate.candidates(args, estimate._layout_options(args)))
     axes = ("dp_replicate", "dp_shard", "tp", "sp", "ep")
     sizes = [tuple(flags[f"parallel.{axis}_size"] for axis in axes) for flags in found]
     assert sizes[0] == (32, 1, 1, 1, 1)

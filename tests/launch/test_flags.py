@@ -15,7 +15,7 @@ from accel_trainer.launch.flags import Options, launch_flags, options_parser, pa
 
 # Frozen: a flag that disappears from here breaks somebody's command line.
 FLAGS = """
-accumulation_keep_global_batch accumulation_loss_division accumulation_sync_each_batch
+accumulation_keep_global_batch accumulation_loss_division accumulation_micro_batch_size accumulation_sync_each_batch
 accumulation_sync_with_dataloader activation_checkpointing activation_offload as_accelerate checkpoint_mib_per_second
 checkpoint_uri compat compile_backend compile_dynamic compile_fullgraph compile_mode compile_regional config_file cpu
 data_data_seed data_dispatch_batches data_even_batches data_non_blocking data_pin_memory data_prefetch_to_device

@@ -80,6 +80,11 @@ _OPTIONS = {
     "slow_rank_updates": "slow_rank_updates",
     "use_cpu": "use_cpu",
 }
+_TAKEN = {
+    "accumulation.micro_batch_size": "per_device_train_batch_size",
+    "accumulation.num_steps": "gradient_accumulation_steps",
+}
+"""Arguments of transformers' that an option gives, by its path, where they have their defaults."""
 MIRRORED_FIELDS: frozenset[str] = frozenset(_OPTIONS) | {
     "accelerator_config", "bf16", "deepspeed", "fp16", "fsdp", "fsdp_config", "torch_compile", "torch_compile_backend",
     "torch_compile_mode",
@@ -250,11 +255,6 @@ class TrainingArguments(transformers.TrainingArguments):
         "Whether to write report.html into output_dir at the end of training: curves, the time split and the "
         "configuration, in one page.",
     )
-    fingerprint_every: int = _argument(
-        0,
-        "Write sums of the bits of what each module computes, its gradients and its weights to "
-        "output_dir/fingerprints.jsonl, in every so many updates, for `accel-trainer report --diff`; 0 writes none.",
-    )
     preflight: Literal["off", "warn", "refuse"] = _argument(
         "off",
         "Whether to plan the peak of each rank before anything is prepared, which takes seconds, and to 'warn' or "
@@ -262,6 +262,11 @@ class TrainingArguments(transformers.TrainingArguments):
     )
     preflight_memory: str | None = _argument(
         None, "With preflight: memory that a rank may take, '80GiB' for one; None is what is free on its device."
+    )
+    fingerprint_every: int = _argument(
+        0,
+        "Write sums of the bits of what each module computes, its gradients and its weights to "
+        "output_dir/fingerprints.jsonl, in every so many updates, for `accel-trainer report --diff`; 0 writes none.",
     )
     profile: str | None = _argument(
         None,
@@ -351,11 +356,6 @@ class TrainingArguments(transformers.TrainingArguments):
         """Policy for a checkpoint that cannot be written; ConfigError where there is no such policy."""
         return SavePolicy(on_save_error=self.on_save_error, max_pause_s=self.max_pause_s)
 
-    def check_batch_sizes(self) -> None:
-        """Raise ConfigError for a batch size, or a number of micro-batches, that is no positive integer."""
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
     def _check_words(self) -> None:
         if self.eval_loss_weighting not in (None, "token", "batch"):
             raise ConfigError(f"eval_loss_weighting={self.eval_loss_weighting!r} is neither 'token' nor 'batch'")
@@ -364,6 +364,11 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.preflight_memory is not None:
             convert_file_size_to_int(self.preflight_memory)  # refuses what is no size
 
+    def check_batch_sizes(self) -> None:
+        """Raise ConfigError for a batch size, or a number of micro-batches, that is no positive integer."""
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
                 raise ConfigError(
                     f"{name}={value!r} was given, and it counts samples or steps: use an integer of 1 or more"
                 )
@@ -400,12 +405,13 @@ class TrainingArguments(transformers.TrainingArguments):
             self.logging_nan_inf_filter = is_as_upstream
 
     def _take_accumulation(self) -> None:
-        """Take gradient accumulation from the file or the environment when the argument was left at 1."""
-        num_steps = self.resolved.config.accumulation.num_steps
-        if self.gradient_accumulation_steps == 1 and num_steps > 1:
-            where = self.resolved.source("accumulation.num_steps").where
-            logger.info("gradient_accumulation_steps=%d (from %s)", num_steps, where)
-            self.gradient_accumulation_steps = num_steps
+        """Take micro-batch and accumulation from the file or the environment where arguments have defaults."""
+        defaults = {item.name: item.default for item in fields(self)}
+        for path, name in _TAKEN.items():
+            value = self.resolved.value(path)
+            if value is not None and getattr(self, name) == defaults[name] != value:
+                logger.info("%s=%d (from %s)", name, value, self.resolved.source(path).where)
+                setattr(self, name, value)
 
     def _apply_tf32_default(self) -> None:
         # As upstream, where the device has it and the user has not decided.

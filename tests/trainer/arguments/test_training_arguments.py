@@ -266,6 +266,13 @@ def test_the_launchers_precision_and_accumulation_are_taken(tmp_path, monkeypatc
     assert build(tmp_path, gradient_accumulation_steps=2).gradient_accumulation_steps == 2
 
 
+def test_the_micro_batch_of_a_file_is_taken_where_none_is_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL_TRAINER_ACCUMULATION__MICRO_BATCH_SIZE", "3")
+    args = build(tmp_path)
+    assert (args.per_device_train_batch_size, args.train_batch_size) == (3, 3)
+    assert build(tmp_path, per_device_train_batch_size=5).per_device_train_batch_size == 5
+
+
 def test_the_file_can_choose_the_cpu(tmp_path):
     path = write(tmp_path, "fsdp.yaml", NESTED.replace("use_cpu: false", "use_cpu: true"))
 
