@@ -65,6 +65,16 @@ def fit_layout(args: argparse.Namespace, options: Options) -> None:
             f"{args.global_batch}; give the rows of an update over all ranks"
         )
     search = Search(args, options, convert_file_size_to_int(args.fit))
+    text, best = search.write(fits := _find_fits(args, options, search)), fits[0]
+    if args.write is None:
+        print(text, end="")
+    else:
+        Path(args.write).write_text(text, encoding="utf-8")
+        print(f"{args.write}: {_summary(best)}")
+
+
+def _find_fits(args: argparse.Namespace, options: Options, search: Search) -> list[Fit]:
+    """Return the layouts that fit, the fastest first; a ConfigError where there is none."""
     fits, problems = list[Fit](), list[ConfigError]()
     layouts = list(candidates(args, options, policies=("off",)))
     # Ranks that share layers or tokens wait for each other in each of them: they are planned where replicas and shards
@@ -82,13 +92,7 @@ def fit_layout(args: argparse.Namespace, options: Options) -> None:
         raise ConfigError(
             f"no layout of {args.model_name} fits {args.fit} a rank; use more ranks or fewer tokens:\n{reasons}"
         )
-    fits.sort(key=lambda fit: fit.seconds)
-    text = search.write(fits)
-    if args.write is None:
-        print(text, end="")
-    else:
-        Path(args.write).write_text(text, encoding="utf-8")
-        print(f"{args.write}: {_summary(fits[0])}")
+    return sorted(fits, key=lambda fit: fit.seconds)
 
 
 def _summary(fit: Fit) -> str:
@@ -97,6 +101,15 @@ def _summary(fit: Fit) -> str:
     ways = [f"{path}={fit.flags[path]}" for path in (_LOSS, _POLICY, _OFFLOAD) if fit.flags.get(path, "off") != "off"]
     words = ", ".join([name, f"{rows} rows x {steps}", *ways])
     return f"{words}: {peak} at the peak, {1000 * fit.seconds:.4g} ms an update"
+
+
+def _without_loss(way: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: value for path, value in way.items() if path != _LOSS}
+
+
+def _gains_nothing_by_rows(fit: Fit, single: LayoutPlan) -> bool:
+    """Whether larger micro-batches, for which a way that saves more makes room, would win nothing back."""
+    return fit.flags[_STEPS] == 1 or single.exposed_seconds < 0.01 * single.compute_seconds
 
 
 class Search:
@@ -114,7 +127,7 @@ class Search:
         has_chunks = True
         ways = _WAYS if layout.get("strategy") == "fsdp2" else _WAYS[:-1]
         for way in ways:
-            flags = {**layout, **{path: value for path, value in way.items() if has_chunks or path != _LOSS}}
+            flags = {**layout, **(way if has_chunks else _without_loss(way))}
             try:
                 single = self._plan(flags, 1)
             except ConfigError as error:
@@ -124,8 +137,8 @@ class Search:
                 continue
             if (size := MARGIN * single.peak) <= self._limit:
                 fits.append(self._most_rows(flags, single, needed))
-                if fits[-1].flags[_STEPS] == 1 or single.exposed_seconds < 0.01 * single.compute_seconds:
-                    break  # with larger micro-batches there would be nothing to win back
+                if _gains_nothing_by_rows(fits[-1], single):
+                    break
                 continue
             if not way and (problem := self._refuse({**layout, **ways[-1]})) is not None:
                 return problem
@@ -160,7 +173,24 @@ class Search:
     def _most_rows(self, flags: Mapping[str, Any], single: LayoutPlan, needed: Mapping[str, str]) -> Fit:
         """Return the fit with the most rows of a micro-batch, given the plan of one row."""
         share, readers = self._share(flags)
-        rows, plan, refused = 1, single, ""
+        rows, plan, refused = self._search_rows(flags, single, share)
+        reasons = {
+            _ROWS: f"the most that fit; {refused}" if refused else "all that a rank has of an update",
+            _STEPS: f"{self._args.global_batch} rows = {rows} x {share // rows} x {readers} ranks that read",
+        }
+        for path in flags.keys() & {_LOSS, _POLICY, _OFFLOAD}:
+            without = needed.get(path)
+            reasons[path] = f"without, one row needs {without}" if without else "more rows at once are faster"
+        seconds = cost_of(flags) * plan.seconds_per_row * plan.rows
+        if flags.get(_OFFLOAD):
+            state = plan.parameters + plan.gradients + plan.optimizer_state
+            seconds += ((share // rows) * (2 * plan.parameters + plan.gradients) + state) / _HOST_BANDWIDTH
+        chosen = {_ROWS: rows, _STEPS: share // rows}
+        return Fit(flags={**flags, **chosen}, plan=plan, seconds=seconds, reasons=reasons)
+
+    def _search_rows(self, flags: Mapping[str, Any], single: LayoutPlan, share: int) -> tuple[int, LayoutPlan, str]:
+        """Return the most rows of a micro-batch that fit, with their plan, and why the next number does not."""
+        refused = ""
         sizes = [size for size in range(share, 1, -1) if share % size == 0]
         plans = {sizes[-1]: self._plan(flags, sizes[-1])} if sizes else {}
         per_row = (plans[sizes[-1]].peak - single.peak) / (sizes[-1] - 1) if sizes else 0.0
@@ -170,23 +200,9 @@ class Search:
             if MARGIN * peak <= self._limit:
                 peak = (found := plans.get(size) or self._plan(flags, size)).peak
                 if MARGIN * peak <= self._limit:
-                    rows, plan = size, found
-                    break
+                    return size, found, refused
             refused = f"{size} would need about {size_in_words(MARGIN * peak)}"
-        reasons = {
-            _ROWS: f"the most that fit; {refused}" if refused else "all that a rank has of an update",
-            _STEPS: f"{self._args.global_batch} rows = {rows} x {share // rows} x {readers} ranks that read",
-        }
-        for path in (_LOSS, _POLICY, _OFFLOAD):
-            if path in flags:
-                without = needed.get(path)
-                reasons[path] = f"without, one row needs {without}" if without else "more rows at once are faster"
-        seconds = cost_of(flags) * plan.seconds_per_row * plan.rows
-        if flags.get(_OFFLOAD):
-            state = plan.parameters + plan.gradients + plan.optimizer_state
-            seconds += ((share // rows) * (2 * plan.parameters + plan.gradients) + state) / _HOST_BANDWIDTH
-        chosen = {_ROWS: rows, _STEPS: share // rows}
-        return Fit(flags={**flags, **chosen}, plan=plan, seconds=seconds, reasons=reasons)
+        return 1, single, refused
 
     def write(self, fits: list[Fit]) -> str:
         """Return the first of some fits as a configuration file, with reasons as comments."""

@@ -50,7 +50,7 @@ from accel_trainer.trainer.checkpoint.resuming import ResumingMethods, begin_pas
 from accel_trainer.trainer.checkpoint.saving import RunCheckpoints, SavingMethods
 from accel_trainer.trainer.evaluation import EvaluationPreempted, run_evaluation
 from accel_trainer.trainer.fingerprints import Fingerprints
-from accel_trainer.trainer.handover import TrainerHandover
+from accel_trainer.trainer.joining import TrainerHandover
 from accel_trainer.trainer.loop import EpochRun, WindowReader, take_back
 from accel_trainer.trainer.loss import (
     LossNormalization,
