@@ -31,7 +31,9 @@ def prepare_data(folder: Path) -> Path:
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         text = Path(argparse.__file__).read_bytes()[: 400 * 64]
-        torch.save(torch.tensor(list(text)).view(-1, 64), path)
+        written = path.with_suffix(f".{os.getpid()}")
+        torch.save(torch.tensor(list(text)).view(-1, 64), written)
+        written.rename(path)  # at once: another job on this disk finds all of it, or nothing
         print(f"{socket.gethostname()}: rank {os.environ.get('RANK', 0)} has written {path}", flush=True)
     return path
 

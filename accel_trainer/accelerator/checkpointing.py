@@ -202,8 +202,8 @@ class AcceleratorCheckpointing(AcceleratorSettings):
                 "accumulation.keep_global_batch=true takes more micro-batches for each", left, first,
             )  # fmt: skip
 
-    @section("save")
     @repeated_by_those_left
+    @section("save")
     def save_state(
         self, output_dir: str | Path | None = None, safe_serialization: bool = True, *, async_: bool | None = None
     ) -> Path | None:

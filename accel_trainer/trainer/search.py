@@ -281,7 +281,8 @@ class BatchSizeSearch:
             setting(trainer, _train_batch_size=given[0]) if self._keeps_update else nullcontext(),
         ):
             if found is not None:
-                self._take(found if not self._num_samples % found else self._next_size(found))
+                fits_in = not self._keeps_update or self._num_samples % found == 0
+                self._take(found if fits_in else self._next_size(found))
             yield
 
     def _take(self, size: int) -> None:
