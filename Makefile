@@ -71,6 +71,8 @@ SOAK_ARGS ?=
 # Some of the faults, or a busy machine: make test-faults FAULT_ARGS="--only kill9-.*-Trainer --slack 10"
 FAULT_ARGS ?=
 LOSS_ARGS ?=
+# Without a server that is gone for 30 s: make test-stores STORES_ARGS="-m 'not slow'"
+STORES_ARGS ?=
 # Some of the families: make test-families FAMILY_ARGS="--only qwen.*"
 FAMILY_ARGS ?=
 # Some of the odd things: make test-odd ODD_ARGS="--only tied.* --on zero3"
@@ -153,7 +155,7 @@ test-slurm: $(VENV)/.installed .compat/slurm/.installed ## run printed jobs unde
 
 .PHONY: test-stores
 test-stores: $(VENV)/.installed .compat/stores/.installed ## run the tests with an object store on the loopback
-	$(call with_path,stores) $(PYTEST) $(or $(TESTS),tests/stores)
+	$(call with_path,stores) $(PYTEST) $(STORES_ARGS) $(or $(TESTS),tests/stores)
 
 .PHONY: test-notebook
 test-notebook: $(VENV)/.installed .compat/notebook/.installed ## run the notebook launcher in a real kernel
