@@ -17,7 +17,7 @@ from typing import Any
 
 from accel_trainer.big_models.device_map import convert_file_size_to_int
 from accel_trainer.config.files import to_yaml
-from accel_trainer.contrib.estimate import SIZES_OF_MODELS, candidates, layout_name, outcomes, plan_of, with_policy
+from accel_trainer.contrib.layouts import SIZES_OF_MODELS, candidates, layout_name, outcomes, plan_of, with_policy
 from accel_trainer.contrib.planner import LayoutPlan
 from accel_trainer.contrib.preflight import MARGIN, cost_of, size_in_words
 from accel_trainer.errors import ConfigError

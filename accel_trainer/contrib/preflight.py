@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from accel_trainer.runtime.memory import available_host_bytes
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.trainer.training_data import packing_collator
+
+if TYPE_CHECKING:
+    from accel_trainer import Trainer
 
 logger = logging.get_logger(__name__)
 
@@ -287,14 +290,14 @@ def preflight_loop(
 # --- a Trainer's run --------------------------------------------------------------------------------------------------
 
 
-def preflight_training(trainer: Any) -> PlannedRun | None:
+def preflight_training(trainer: Trainer) -> PlannedRun | None:
     """Plan a Trainer's run as its arguments ask for it, and refuse it or warn; see `check_run`."""
     # A search for a batch size that fits begins with the one that is planned to, and answers by smaller ones.
     mode = "warn" if trainer._searches_batch_size else trainer.args.preflight
     return check_run(partial(plan_training, trainer), mode, "TrainingArguments(preflight='warn') begins all the same")
 
 
-def plan_training(trainer: Any) -> PlannedRun:
+def plan_training(trainer: Trainer) -> PlannedRun:
     """Return a Trainer's run on this rank, with the longest of some rows of its data. Not collective.
 
     Raises:
@@ -315,14 +318,14 @@ def plan_training(trainer: Any) -> PlannedRun:
     return PlannedRun(trainer.model, resolved, accelerator.process, workload, memory=memory, is_trainer=True)
 
 
-def _packed_batch(trainer: Any) -> Mapping[str, Tensor]:
+def _packed_batch(trainer: Trainer) -> Mapping[str, Tensor]:
     """Return a micro-batch of packed rows, whose positions tell documents apart."""
-    shape = (trainer._train_batch_size, trainer.args.max_length)
+    shape = (trainer._train_batch_size, trainer.args.max_length or 0)
     names = ("input_ids", "labels", "position_ids")
     return {name: torch.empty(shape, dtype=torch.long, device="meta") for name in names}
 
 
-def _longest_batch(trainer: Any, rows: int) -> Mapping[str, Tensor]:
+def _longest_batch(trainer: Trainer, rows: int) -> Mapping[str, Tensor]:
     """Return a micro-batch of the longest of some rows that are spread over the training data."""
     dataset = trainer.train_dataset
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):

@@ -21,7 +21,7 @@ from accel_trainer.commands.estimate import (
     gather_data,
     verify_on_hub,
 )
-from accel_trainer.contrib import estimate
+from accel_trainer.contrib import empty_models, estimate, layouts
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, MissingExtraError
 from accel_trainer.launch.cli import main
 
@@ -142,7 +142,7 @@ def test_files_that_are_no_configuration_are_named(tmp_path: Path, monkeypatch: 
         row([str(tmp_path / "notes.txt")])
     with pytest.raises(ConfigError, match=r"transformers makes no model from the configuration of .*unknown"):
         row([write(tmp_path / "unknown", {"model_type": "no-such-model"})])
-    monkeypatch.setattr(estimate.importlib, "import_module", refused(ImportError))
+    monkeypatch.setattr(empty_models.importlib, "import_module", refused(ImportError))
     with pytest.raises(MissingExtraError, match="is a model of timm, which is not installed: pip install timm"):
         row([write(tmp_path / "timm", {"architecture": "resnet18"})])
 
@@ -197,10 +197,10 @@ def test_processes_that_share_out_layouts_find_the_same_plans(
     llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["estimate", llama, "--num_processes", "2", "--compare", "--sequence", "32", "--json"]
-    monkeypatch.setattr(estimate, "_ALONE_SECONDS", float("inf"))
+    monkeypatch.setattr(layouts, "_ALONE_SECONDS", float("inf"))
     assert main(words) == 0
     expected = capsys.readouterr().out
-    monkeypatch.setattr(estimate, "_ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(layouts, "_ALONE_SECONDS", 0.0)
     monkeypatch.setattr(estimate, "usable_cores", lambda: 2)
     assert main(words) == 0
     assert capsys.readouterr().out == expected
@@ -220,7 +220,7 @@ def test_a_mixture_is_planned_as_if_its_experts_got_as_many_tokens_each(tmp_path
 
 def test_layouts_have_shards_over_all_ranks_or_a_machines(llama: str) -> None:
     args = estimate_command_parser().parse_args([llama, "--num_processes", "32", "--ranks_per_node", "8"])
-    found = list(estimate.candidates(args, estimate._layout_options(args)))
+    found = list(layouts.candidates(args, estimate._layout_options(args)))
     axes = ("dp_replicate", "dp_shard", "tp", "sp", "ep")
     sizes = [tuple(flags[f"parallel.{axis}_size"] for axis in axes) for flags in found]
     assert sizes[0] == (32, 1, 1, 1, 1)

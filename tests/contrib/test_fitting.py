@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from accel_trainer.config import resolve
-from accel_trainer.contrib import estimate
+from accel_trainer.contrib import estimate, layouts
 from accel_trainer.errors import ConfigError
 from tests.launches import launch
 
@@ -24,7 +24,7 @@ GLOBAL_BATCH, LENGTH = 16, 32
 @pytest.fixture
 def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))  # no default configuration
-    monkeypatch.setattr(estimate, "_ALONE_SECONDS", float("inf"))  # others import torch for longer than this takes
+    monkeypatch.setattr(layouts, "_ALONE_SECONDS", float("inf"))  # others import torch for longer than this takes
     LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "llama")
     return str(tmp_path / "llama")
 
