@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from accel_trainer.accelerator.accumulation import PreparedUnit
+from accel_trainer.accelerator.accumulation import PreparedUnit, finish_windows
 from accel_trainer.accelerator.shared_state import Forwarded
 from accel_trainer.config import MixedPrecision, NonFiniteAction, RunConfig
 from accel_trainer.errors import ConfigError, DesyncError
@@ -190,13 +190,7 @@ class AcceleratedOptimizer(Optimizer):
 
         The update begins again then, or has come from a rank that had completed it.
         """
-
-        def finish() -> None:
-            for prepared in self.prepared:
-                if not prepared.corrected:
-                    prepared.finish_window()
-
-        lost = self.lost_ranks
+        lost, finish = self.lost_ranks, partial(finish_windows, self.prepared)
         if lost is None:
             finish()
             return True

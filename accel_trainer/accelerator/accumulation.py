@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -344,6 +344,13 @@ def _sum(stored: Sequence[Stored], weight: float, box: Box) -> Tensor:
     values = (each[box.within(Box.full(each.shape))] if isinstance(each, Tensor) else each(box) for each in stored)
     first, *rest = (value if weight == 1.0 else value * weight for value in values)
     return sum(rest, first)
+
+
+def finish_windows(units: Iterable[PreparedUnit]) -> None:
+    """Complete the gradients of units, of each once in a window. Collective."""
+    for prepared in units:
+        if not prepared.corrected:
+            prepared.finish_window()
 
 
 def _close(prepared: PreparedUnit) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accelerated_optimizer import describe_models, is_layerwise, updates_in_backward
-from accel_trainer.accelerator.accumulation import PreparedUnit, TokenWindow
+from accel_trainer.accelerator.accumulation import PreparedUnit, TokenWindow, finish_windows
 from accel_trainer.accelerator.settings import AcceleratorSettings
 from accel_trainer.config import LossDivision
 from accel_trainer.data.sampler import ShardedBatchSampler
@@ -400,12 +400,7 @@ class AcceleratorStepping(AcceleratorSettings):
         units = self._prepared.units
         if len(units) > 1 or self.strategy.capabilities.shards_parameters:
             units = self._units_holding(parameters)
-
-        def finish() -> None:
-            for prepared in units:
-                if not prepared.corrected:
-                    prepared.finish_window()
-
+        finish = partial(finish_windows, units)
         if self.lost_ranks is None:
             finish()
         else:

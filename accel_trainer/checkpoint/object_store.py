@@ -579,8 +579,8 @@ class Uploads:
                 if self._waiting is None:
                     self._active = self._thread = None
                     return
-                (path, keep, protected, part), self._waiting = self._waiting, None
-                self._active = _Upload(path, keep, protected, part)
+                self._active, self._waiting = self._waiting, None
+                path, keep, protected, part = self._active
             begin, is_first = time.perf_counter(), part is None or part.first == 0
             try:
                 num_bytes = self.store.put(path, part)

@@ -41,7 +41,6 @@ _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 1.0
 _LOST_SECONDS = 12.0
 
-
 # Of machines that come and go: torch takes one for lost after 15 s, and waits 30 s for more than the fewest.
 _ELASTIC_SETTINGS = {"keep_alive_interval": "2", "keep_alive_max_attempt": "3", "last_call_timeout": "5"}
 
@@ -369,14 +368,14 @@ class Launchers:
         machines = [self.machine, *self._others]
         self._all_are_done = self._store.check([f"done/{machine}" for machine in machines])
         if self._hosts_store:
-            self._look_forlost()
+            self._look_for_lost()
             return
         if self._store.check(["host"]):
             self._host = int(self._store.get("host"))
         if self._failure is not None or self._all_are_done:
             self._store.set(f"left/{self.machine}", "1")
 
-    def _look_forlost(self) -> None:
+    def _look_for_lost(self) -> None:
         """Read how far the others have counted, where the store is, and publish that one of them does not."""
         for machine, (known, _) in self._beats.items():
             count = self._store.add(f"beat/{machine}", 0)

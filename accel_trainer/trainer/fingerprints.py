@@ -114,11 +114,12 @@ class Fingerprints(TrainerCallback):
         self.close()
         total = collectives.reduce(values, self._trainer.accelerator.process, "sum").tolist()
         if state.is_world_process_zero:
-            self._compare(update, list(zip(names, total, strict=True)))
+            sums = list(zip(names, total, strict=True))
+            self._compare(update, sums)
             path = Path(args.output_dir) / FILE_NAME
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"update": update, "sums": list(zip(names, total, strict=True))}) + "\n")
+                file.write(json.dumps({"update": update, "sums": sums}) + "\n")
 
     def _compare(self, update: int, sums: list[tuple[str, int]]) -> None:
         """Say whether an update that was done before comes to the same bits: once, and whenever it does not."""

@@ -8,7 +8,7 @@ import importlib
 import math
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -275,11 +275,11 @@ class BatchSizeSearch:
         trainer, args = self._trainer, self._trainer.args
         given = trainer._train_batch_size, args.gradient_accumulation_steps
         self._num_samples = math.prod(given)
-        with (
-            setting(trainer, given_batch=(trainer.given_batch or given) if self._keeps_update else trainer.given_batch),
-            setting(args, gradient_accumulation_steps=given[1]) if self._keeps_update else nullcontext(),
-            setting(trainer, _train_batch_size=given[0]) if self._keeps_update else nullcontext(),
-        ):
+        with ExitStack() as kept:
+            if self._keeps_update:
+                batch = {"given_batch": trainer.given_batch or given, "_train_batch_size": given[0]}
+                kept.enter_context(setting(trainer, **batch))
+                kept.enter_context(setting(args, gradient_accumulation_steps=given[1]))
             if found is not None:
                 fits_in = not self._keeps_update or self._num_samples % found == 0
                 self._take(found if fits_in else self._next_size(found))

@@ -14,7 +14,7 @@ import os
 import time
 import traceback
 from collections.abc import Mapping, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -317,19 +317,19 @@ class Trainer(ResumingMethods, transformers.Trainer):
                 self.stop_signals,
                 # Before _resuming(), which asks for the accumulation that this sets: a save within an update needs it.
                 keeping_global_batch(self),
-                self._planned(),
-                self._resuming(resume_from_checkpoint) as checkpoint,
             ):
-                # A search goes on with what it had found before the checkpoint.
-                found = upstream_files.read_train_batch_size(checkpoint) if searches and checkpoint else None
-                search = BatchSizeSearch(self) if searches else None
-                with nullcontext() if search is None else search.keeping_update(found):
-                    if self.run_checkpoints.resumption is not None:
-                        self._check_run(self.run_checkpoints.resumption, is_searched=trial is not None)
-                    run = functools.partial(super().train, checkpoint, trial, ignore_keys_for_eval)
-                    output = run() if search is None else search.run(run)
-                is_failed = False
-                return output
+                self._plan()
+                with self._resuming(resume_from_checkpoint) as checkpoint:
+                    # A search goes on with what it had found before the checkpoint.
+                    found = upstream_files.read_train_batch_size(checkpoint) if searches and checkpoint else None
+                    search = BatchSizeSearch(self) if searches else None
+                    with nullcontext() if search is None else search.keeping_update(found):
+                        if self.run_checkpoints.resumption is not None:
+                            self._check_run(self.run_checkpoints.resumption, is_searched=trial is not None)
+                        run = functools.partial(super().train, checkpoint, trial, ignore_keys_for_eval)
+                        output = run() if search is None else search.run(run)
+                    is_failed = False
+                    return output
         finally:
             self.args.auto_find_batch_size = searches
             for record in self._records:
@@ -342,13 +342,12 @@ class Trainer(ResumingMethods, transformers.Trainer):
                 if self.neftune_hook_handle is not None:
                     self.neftune_hook_handle.remove()
 
-    def _planned(self) -> AbstractContextManager[None]:
-        """Plan the training that follows, where `preflight` asks for it, and return a context. Not collective."""
+    def _plan(self) -> None:
+        """Plan the training that follows, where `preflight` asks for it. Not collective."""
         self.planned_run = None
         if self.args.preflight != "off":
             planning = importlib.import_module("accel_trainer.contrib.preflight")  # by name, as the report
             self.planned_run = planning.preflight_training(self)
-        return nullcontext()
 
     def go_on_without(self, error: RuntimeError) -> None:
         """Go on where `error` is that of a collective in which a rank was lost; raise it elsewhere. Collective."""
