@@ -223,7 +223,7 @@ names: $(VENV)/.installed ## write docs/accelerate_names.md, the table of accele
 
 .PHONY: clean
 clean: ## remove everything that these targets created
-	rm -rf $(VENV) .compat build dist site docs/reference *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .compat .cache build dist site docs/reference *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Each step leaves a stamp, so that a step runs again only when what it depends on has changed.
 
