@@ -299,9 +299,9 @@ class ParallelConfig:
     ep_size: int = 1
     """Of the ranks that share shards, those that share a mixture's experts, too: expert parallelism."""
     cp_size: int = 1
-    """Ranks that share the tokens of each sequence and pass keys around: context parallelism, ring attention."""
+    """Ranks that share the tokens of each sequence and pass keys around: context parallelism."""
     cp_comm_strategy: CommStrategy = CommStrategy.ALLGATHER
-    """How keys and values pass: all at once (allgather), or from rank to rank (alltoall), which keeps two in memory."""
+    """How keys and values pass: all at once (allgather), or from rank to rank (alltoall), of causal SDPA on CUDA."""
     sp_size: int = 1
     """Ranks that share the tokens of each sequence and exchange them for heads: sequence parallelism, Ulysses."""
     loss_parallel: bool = False
@@ -318,6 +318,11 @@ class ParallelConfig:
     def sequence_axis(self) -> str:
         """The axis of these ranks."""
         return "cp" if self.cp_size > 1 else "sp"
+
+    @property
+    def comm_strategy(self) -> CommStrategy | None:
+        """How keys and values pass; None where tokens are exchanged for heads."""
+        return self.cp_comm_strategy if self.cp_size > 1 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,7 +38,7 @@ def asks_for_packing(args: TrainingArguments) -> bool:
 
 def check_packing_arguments(trainer: Trainer) -> None:
     """Refuse options by which packed batches could not be made or trained on. Not collective."""
-    args, cp_size = trainer.args, trainer.accelerator.config.parallel.cp_size
+    args, comm_strategy = trainer.args, trainer.accelerator.config.parallel.comm_strategy
     if not asks_for_packing(args):
         return
     has_length = isinstance(args.max_length, int) and args.max_length > 0
@@ -63,9 +63,8 @@ def check_packing_arguments(trainer: Trainer) -> None:
             "virtual ones before them; leave it out",
         ),
         (
-            cp_size > 1,
-            f"cp_size={cp_size} is ring attention, which is causal SDPA to all tokens of a row; use sp_size, which "
-            "takes packed rows",
+            comm_strategy == "alltoall",
+            "cp_comm_strategy=alltoall is ring attention, which is causal SDPA to all tokens of a row; use allgather",
         ),
     ):
         if is_wrong:

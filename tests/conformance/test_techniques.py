@@ -27,7 +27,7 @@ from tests.ranks import preload, run_ranks
 
 preload("transformers.models.llama.modeling_llama", "accel_trainer.accelerator", "deepspeed")
 
-COLUMNS = ("single", "ddp", "fsdp2", "hsdp", "tp", "sp", "zero1", "zero2", "zero3")
+COLUMNS = ("single", "ddp", "fsdp2", "hsdp", "tp", "sp", "cp", "zero1", "zero2", "zero3")
 SAMPLE = ("single", "ddp", "fsdp2", "zero3")
 ZERO = ("zero1", "zero2", "zero3")
 UPDATES, SAVED, DECAY = 3, 2, 0.5

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 import accel_trainer
 from accel_trainer.data_loader import pack_dataset
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.plugins.parallelism import TorchContextParallelConfig
 from tests.cells import beyond
 from tests.ranks import RankFailure, preload, run_ranks
 from tests.strategy_configs import marked
@@ -102,6 +103,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "hsdp": (4, {"fsdp": "full_shard", "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2}}),
     "tp": (2, {"parallelism_config": {"tp_size": 2}}),
     "sp": (2, {"parallelism_config": {"sp_size": 2}}),
+    "cp": (2, {"parallelism_config": {"cp_size": 2}}),
     **{f"zero{stage}": (2, {"deepspeed": {"zero_optimization": {"stage": stage}, **ZERO}}) for stage in (1, 2, 3)},
 }
 
@@ -116,8 +118,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_an_update_on_packed_rows_is_that_of_the_documents_alone(name: str, tmp_path: Path):
     # All documents are in one update: with 15 rows and micro-batches of 2, windows end with a short one, or none.
     world_size, options = LAYOUTS[name]
-    if name == "sp" and MULTIPLIES_COPIES:
-        pytest.skip("this release of transformers is refused with sp_size")
+    if name in ("sp", "cp") and MULTIPLIES_COPIES:
+        pytest.skip("this release of transformers is refused with sp_size and cp_size")
     runs = run_ranks(train, world_size, str(tmp_path), timeout=150, gradient_accumulation_steps=20, **options)
 
     loss, norm, weights = alone(options.get("packing_strategy", "bfd"))
@@ -214,12 +216,12 @@ def test_options_that_do_not_go_with_packing_are_refused(changes: dict[str, Any]
 
 
 def ring(directory: str) -> None:
-    build(directory, parallelism_config={"cp_size": 2})
+    build(directory, parallelism_config={"cp_size": 2, "cp_handler": TorchContextParallelConfig("alltoall")})
 
 
 @pytest.mark.skipif(MULTIPLIES_COPIES, reason="this release of transformers is refused with cp_size")
 def test_ring_attention_is_refused_by_name(tmp_path: Path):
-    with pytest.raises(RankFailure, match=r"cp_size=2 is ring attention.*use sp_size, which takes packed rows"):
+    with pytest.raises(RankFailure, match=r"cp_comm_strategy=alltoall is ring attention.*to all.*use allgather"):
         run_ranks(ring, 2, str(tmp_path))
 
 

@@ -52,6 +52,7 @@ from accel_trainer.strategies.fsdp2.unit import (
 from accel_trainer.strategies.fsdp2.wrapping import (
     OuterUnits,
     Selection,
+    attention_device,
     select_modules,
     units_below_root,
     warn_of_one_unit,
@@ -263,7 +264,7 @@ class FSDP2Strategy(Strategy):
             shard_layers(job.model.get_submodule(where), {"": style}, self._meshes.experts(process, job)["ep"], ())
         parallel = job.config.parallel
         if (axis := self._meshes.axis(parallel.sequence_axis)) is not None and selection.language_model is not None:
-            shard_sequences(selection.language_model, axis, parallel.cp_comm_strategy if parallel.cp_size > 1 else None)
+            shard_sequences(selection.language_model, axis, parallel.comm_strategy, attention_device(process))
 
     def _shard(
         self, job: TrainJob, selection: Selection, precision: PrecisionPolicy, process: ProcessContext

@@ -96,12 +96,16 @@ def _with_plans(selection: Selection, job: TrainJob, process: ProcessContext) ->
         experts = plan_experts(model, parallel.ep_size, ignored, describe("parallel.ep_size"))
         selection = selection._replace(experts=experts)
     if parallel.sequence_size > 1:
-        # Ranks that do not exist compute nothing: any device will do for their plan.
-        device = torch.device("meta") if process.backend == "fake" else process.device
-        origin, ring_device = describe(f"parallel.{parallel.sequence_axis}_size"), device if sizes.cp > 1 else None
-        language_model = find_language_model(model, parallel.sequence_size, origin, sizes.tp, ring_device)
+        origin, strategy = describe(f"parallel.{parallel.sequence_axis}_size"), parallel.comm_strategy
+        device = attention_device(process)
+        language_model = find_language_model(model, parallel.sequence_size, origin, sizes.tp, strategy, device)
         selection = selection._replace(language_model=language_model)
     return selection
+
+
+def attention_device(process: ProcessContext) -> torch.device:
+    """Return where tokens are to meet: ranks that do not exist compute nothing, and their plan is that of a card."""
+    return torch.device("meta") if process.backend == "fake" else process.device
 
 
 def _check_combination(job: TrainJob, unsharded: Set[nn.Parameter]) -> None:

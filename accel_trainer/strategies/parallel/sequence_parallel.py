@@ -8,7 +8,9 @@ behind it back (Ulysses, arXiv 2309.14509). Attention itself, and the masks of p
 are transformers' own, of the implementation that the model was loaded with.
 
 `cp_size`: it gets all heads of a slice, and the keys and values of the other slices pass by (ring attention, arXiv
-2310.01889): torch's, with the kernels of its SDPA, and the causal mask alone.
+2310.01889): torch's, with the kernels of its SDPA, and the causal mask alone. With another mask or attention, or on a
+device without the kernels, those of the whole sequence are gathered (as for Llama 3, arXiv 2407.21783, 3.3.2), and
+attention is transformers' own; `alltoall` refuses that.
 
 Gradients come out as `size` times this rank's part of them, whose mean over the ranks is the gradient.
 """
@@ -53,6 +55,8 @@ _TOKENS = 32
 _WIDTH = 8
 """What the size of a head is filled up to a multiple of for torch's kernels, as by its SDPA."""
 _WAY_OUT = "set sp_size and cp_size to 1, and shard with dp_shard_size"
+_GATHERED = ("sdpa", "eager", "flex_attention")
+"""Implementations of attention that take fewer queries than keys, with a mask of ours."""
 
 
 class _Slices(NamedTuple):
@@ -60,12 +64,14 @@ class _Slices(NamedTuple):
 
     group: dist.ProcessGroup
     comm_strategy: str | None
-    """How keys and values pass by, in ring attention; None where tokens are exchanged for heads."""
+    """How keys and values pass by, in context parallelism; None where tokens are exchanged for heads."""
+    has_ring: bool = False
+    """Whether torch has ring attention for the model on its device."""
 
-    def cut(self, x: Tensor, fill: int = 0) -> Tensor:
-        """Return this rank's slice of a tensor along its second dimension."""
-        size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        unit = size if self.comm_strategy is None else 2 * size * _TOKENS
+    def cut(self, x: Tensor, fill: int = 0, rank: int | None = None) -> Tensor:
+        """Return the slice of this rank, or of another, of a tensor along its second dimension."""
+        size, rank = dist.get_world_size(self.group), dist.get_rank(self.group) if rank is None else rank
+        unit = size if self.comm_strategy is None else 2 * size * (_TOKENS if self.has_ring else 1)
         if padding := -x.shape[1] % unit:
             x = nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, padding), value=fill)
         if self.comm_strategy is None:
@@ -94,6 +100,8 @@ class _Sequence(NamedTuple):
     """Whether a mask was given; else transformers has one for all tokens, and would have had none."""
     documents: Tensor | None
     """Which of the documents that a row was packed from each token is of (B, L); None where rows are one document."""
+    places: Tensor | None = None
+    """Where in the sequence this rank's tokens are (S), where keys and values are gathered for them."""
 
 
 _Given = tuple[Tensor, Tensor, Tensor]
@@ -107,7 +115,12 @@ _current: ContextVar[_Sequence | None] = ContextVar("sequence", default=None)
 
 
 def find_language_model(
-    model: nn.Module, size: int, origin: str, num_parts: int = 1, ring_device: torch.device | None = None
+    model: nn.Module,
+    size: int,
+    origin: str,
+    num_parts: int = 1,
+    comm_strategy: str | None = None,
+    device: torch.device | None = None,
 ) -> nn.Module:
     """Return the causal language model that `model` is, or wraps. Not collective; changes nothing.
 
@@ -115,7 +128,8 @@ def find_language_model(
         size: number of ranks on the axis.
         origin: where `size` was asked for, for messages.
         num_parts: number of ranks that share the heads of a layer: its `tp_size`.
-        ring_device: where ring attention is to be computed; None where tokens are exchanged for heads.
+        comm_strategy: "allgather" or "alltoall", in context parallelism; None exchanges tokens for heads.
+        device: where attention is to be computed; for "alltoall" alone.
 
     Raises:
         ConfigError: there is none, its tokens meet elsewhere than in attention, or torch has no ring attention for it.
@@ -130,10 +144,10 @@ def find_language_model(
             f"{origin}: {name} is not a causal language model of transformers, whose tokens could be shared out over "
             f"ranks; {_WAY_OUT}"
         )
-    if ring_device is None:
+    if comm_strategy is None:
         reason = _reason_against(found[0], size, num_parts)
     else:
-        reason = _reason_against_ring(found[0].config, size, ring_device) or _reason_against(found[0], 1, 1)
+        reason = _reason_against_context(found[0].config, comm_strategy, device) or _reason_against(found[0], 1, 1)
     if reason is not None:
         raise ConfigError(f"{origin}: {type(found[0]).__name__} {reason}")
     return found[0]
@@ -157,15 +171,31 @@ def _reason_against(model: Any, size: int, num_parts: int) -> str | None:
     return _mixing(model.config)
 
 
-def _reason_against_ring(config: Any, size: int, device: torch.device) -> str | None:
+def _own_attention(config: Any) -> str:
+    return str(config._attn_implementation).removeprefix(_PREFIX)
+
+
+def _reason_against_context(config: Any, comm_strategy: str, device: torch.device | None) -> str | None:
+    if comm_strategy == "alltoall" and device is not None:
+        return _reason_against_ring(config, device)
+    attention = _own_attention(config)
+    if attention in _GATHERED:
+        return None
+    return (
+        f"was loaded with attn_implementation {attention}, and context parallelism takes {', '.join(_GATHERED)}; use "
+        f"one of them, sp_size, or {_WAY_OUT}"
+    )
+
+
+def _reason_against_ring(config: Any, device: torch.device) -> str | None:
     """Return the reason why ring attention does not fit a configuration or device; None where it does."""
     if not has_attention_kernels(device):
         return (
-            f"asks for ring attention on {device.type!r}, and torch has the kernels of that for CUDA; share sequences "
-            f"out with sp_size={size} here, and set cp_size to 1"
+            f"asks for ring attention on {device.type!r}, and torch has the kernels of that for CUDA; set "
+            "cp_comm_strategy to allgather"
         )
     kinds = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
-    attention = str(config._attn_implementation).removeprefix(_PREFIX)
+    attention = _own_attention(config)
     window = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
     rates = [name for name, value in vars(config).items() if re.search("att.*drop", name) and value]
     found = {
@@ -176,8 +206,8 @@ def _reason_against_ring(config: Any, size: int, device: torch.device) -> str | 
     }
     reason = next((f"{what} {value}" for what, value in found.items() if value), None)
     return reason and (
-        f"{reason}, and ring attention is causal SDPA to all tokens, without dropout; change that, use sp_size, or "
-        f"{_WAY_OUT}"
+        f"{reason}, and ring attention is causal SDPA to all tokens, without dropout; change that, set "
+        f"cp_comm_strategy to allgather, use sp_size, or {_WAY_OUT}"
     )
 
 
@@ -199,7 +229,9 @@ def _mixing(config: Any) -> str | None:
     return None
 
 
-def shard_sequences(model: nn.Module, mesh: DeviceMesh, comm_strategy: str | None = None) -> None:
+def shard_sequences(
+    model: nn.Module, mesh: DeviceMesh, comm_strategy: str | None = None, device: torch.device | None = None
+) -> None:
     """Replace the forward of a causal language model by one that computes a slice of each sequence on each rank.
 
     Collective then. The loss that it returns is that of all tokens, on every rank. Without labels, and where gradients
@@ -208,7 +240,8 @@ def shard_sequences(model: nn.Module, mesh: DeviceMesh, comm_strategy: str | Non
 
     Args:
         mesh: one axis, whose ranks read the same data.
-        comm_strategy: "allgather" or "alltoall", for ring attention; None exchanges tokens for heads.
+        comm_strategy: "allgather" or "alltoall", in context parallelism; None exchanges tokens for heads.
+        device: where attention is computed, in context parallelism.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -221,7 +254,8 @@ def shard_sequences(model: nn.Module, mesh: DeviceMesh, comm_strategy: str | Non
         ALL_ATTENTION_FUNCTIONS.register(_PREFIX + inner, partial(_attend, inner))
         ALL_MASK_ATTENTION_FUNCTIONS.register(_PREFIX + inner, partial(_make_mask, inner))
         config._attn_implementation = _PREFIX + inner
-    model.forward = _SequenceForward(model, mesh, comm_strategy)
+    has_ring = comm_strategy is not None and device is not None and _reason_against_ring(model.config, device) is None
+    model.forward = _SequenceForward(model, mesh, _Slices(mesh.get_group(), comm_strategy, has_ring))
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -251,6 +285,8 @@ def _attend(
         output: tuple[Tensor, Any] = attend(module, query, key, value, attention_mask, **options)
         return output
     given = query, key, value
+    if sharded_sequence.places is not None:
+        return _attend_gathered(attend, module, given, attention_mask, sharded_sequence, options)
     if sharded_sequence.slices.comm_strategy is not None:
         return _attend_in_ring(module, given, attention_mask, sharded_sequence.slices, options), None
     return _attend_to_all(attend, module, given, attention_mask, sharded_sequence, options)
@@ -266,8 +302,7 @@ def _attend_to_all(
             f"{name} has {heads} heads and {own_heads} of keys, which sp_size={size} does not divide; use a size that "
             "does"
         )
-    if isinstance(mask, Tensor) and mask.shape[-1] != length:
-        raise ConfigError(f"{name} is given a mask of {tuple(mask.shape)} for {length} tokens; {_WAY_OUT}")
+    _check_keys(name, mask, length)
     # Heads of keys that are fewer than ranks, or do not divide by them, are on several ranks.
     copies = math.lcm(own_heads, size) // own_heads
     copied = (given[0], *(x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in given[1:]))
@@ -284,6 +319,42 @@ def _attend_to_all(
             module.num_key_value_groups = groups
     attended = nn.functional.pad(attended, (0, 0, 0, 0, 0, -length % size))
     return _swap(attended, group), None
+
+
+def _attend_gathered(
+    attend: Callable[..., Any], module: Any, given: _Given, mask: Any, sequence: _Sequence, options: dict[str, Any]
+) -> tuple[Tensor, Any]:
+    """Attend with this rank's queries to the keys and values of the whole sequence, which its backward keeps."""
+    query, key, value = given
+    if mask is None:
+        raise ConfigError(f"{type(module).__name__} takes no mask, by which tokens know their places; {_WAY_OUT}")
+    _check_keys(type(module).__name__, mask, sequence.length)
+    there, back = partial(_gather_tokens, sequence), partial(_return_tokens, sequence)
+    whole = apply_collective(torch.cat((key, value), dim=-1), sequence.slices.group, there=there, back=back)
+    attended, _ = attend(module, query, *whole.split((key.shape[-1], value.shape[-1]), dim=-1), mask, **options)
+    return attended, None
+
+
+def _check_keys(name: str, mask: Any, length: int) -> None:
+    if isinstance(mask, Tensor) and mask.shape[-1] != length:
+        raise ConfigError(f"{name} is given a mask of {tuple(mask.shape)} for {length} tokens; {_WAY_OUT}")
+
+
+def _gather_tokens(sequence: _Sequence, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return (B, H, L, D) of the slices (B, H, S, D) of all ranks."""
+    own = x.detach().transpose(1, 2).contiguous()
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    return sequence.slices.join(parts)[:, : sequence.length].transpose(1, 2)
+
+
+def _return_tokens(sequence: _Sequence, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over ranks of this rank's slice (B, H, S, D) of what each has for the whole (B, H, L, D)."""
+    size, x = dist.get_world_size(group), x.transpose(1, 2)
+    parts = torch.stack([sequence.slices.cut(x, rank=rank) for rank in range(size)])
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received.sum(0).transpose(1, 2)
 
 
 @torch.compiler.disable
@@ -338,7 +409,7 @@ def _make_mask(inner: str, **options: Any) -> Any:
     sequence = _current.get()
     if sequence is None:
         return make(**options)
-    if sequence.slices.comm_strategy is not None:
+    if sequence.slices.comm_strategy is not None and sequence.places is None:
         if options["mask_function"] is not masking_utils.causal_mask_function:
             raise ConfigError(f"a mask is asked for that is not the causal one; use sp_size, or {_WAY_OUT}")
         return None
@@ -348,7 +419,17 @@ def _make_mask(inner: str, **options: Any) -> Any:
     if sequence.documents is not None:
         options["allow_is_causal_skip"] = False
         options["mask_function"] = _within_documents(options["mask_function"], sequence)
+    if sequence.places is not None:
+        options |= {"q_length": len(sequence.places), "allow_is_causal_skip": False}
+        options["mask_function"] = _at_places(options["mask_function"], sequence.places)
     return make(**options)
+
+
+def _at_places(mask_function: Any, places: Tensor) -> Any:
+    def mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return mask_function(batch, head, places[query], key)
+
+    return mask
 
 
 def _within_documents(mask_function: Any, sequence: _Sequence) -> Any:
@@ -380,9 +461,9 @@ _swap = partial(
 class _SequenceForward(ReplacedForward):
     """A language model's forward on this rank's slice of each sequence."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, comm_strategy: str | None) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, slices: _Slices) -> None:
         super().__init__(model)
-        self.slices, self.size, self.rank = _Slices(mesh.get_group(), comm_strategy), mesh.size(), mesh.get_local_rank()
+        self.slices, self.size, self.rank = slices, mesh.size(), mesh.get_local_rank()
         self.has_dropout = any(map(drops_out, model.modules()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -419,7 +500,7 @@ class _SequenceForward(ReplacedForward):
         if shifted is None and labels is not None:
             shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         if self.slices.comm_strategy is not None:
-            _check_causal(type(self.module).__name__, sequence, given.get("attention_mask"), shifted)
+            sequence = self._with_places(sequence, given.get("attention_mask"), shifted)
         for name in ("input_ids", "inputs_embeds"):
             if given.get(name) is not None:
                 given[name] = self.slices.cut(given[name])
@@ -441,6 +522,27 @@ class _SequenceForward(ReplacedForward):
             if before is not None:
                 self.module.loss_function = before
         return self._whole(output, loss, sequence.length, skips_logits)
+
+    def _with_places(self, sequence: _Sequence, mask: Tensor | None, shifted: Tensor | None) -> _Sequence:
+        """Return the sequence with the places of this rank's tokens, unless ring attention is enough for it."""
+        slices, name = self.slices, type(self.module).__name__
+        if mask is not None and (mask.ndim != 2 or mask.shape[1] != sequence.length):
+            raise ConfigError(
+                f"{name} is given a mask of {tuple(mask.shape)} for {sequence.length} tokens, and context parallelism "
+                f"takes (B, {sequence.length}); use that, or sp_size"
+            )
+        if slices.has_ring:
+            found = _beyond_causal(sequence, mask, shifted)
+            if found is None:
+                return sequence
+            if slices.comm_strategy == "alltoall":
+                raise ConfigError(
+                    f"{name} is given {found}, and ring attention is causal SDPA to all tokens; set cp_comm_strategy "
+                    "to allgather, pad behind the tokens, with labels of -100, or use sp_size"
+                )
+        places = torch.arange(sequence.length, device=sequence.positions.device).unsqueeze(0)
+        # What fills a slice up is at the last place: it counts nowhere, and its mask is not empty.
+        return sequence._replace(places=slices.cut(places, fill=sequence.length - 1)[0])
 
     @contextmanager
     def _own_random_numbers(self, device: torch.device) -> Iterator[None]:
@@ -493,20 +595,13 @@ class _SequenceForward(ReplacedForward):
         return total + (part - part.detach())
 
 
-def _check_causal(name: str, sequence: _Sequence, mask: Tensor | None, shifted: Tensor | None) -> None:
-    """Refuse rows in which a token that counts attends to others than all before it. Waits for the device by masks."""
+def _beyond_causal(sequence: _Sequence, mask: Tensor | None, shifted: Tensor | None) -> str | None:
+    """Return why a token that counts attends to others than all before it; None if none does. Masks are waited for."""
     if sequence.documents is not None:
-        found = "rows packed of several documents, by position_ids"
-    elif mask is not None and (mask.ndim != 2 or mask.shape[1] != sequence.length):
-        found = f"a mask of {tuple(mask.shape)} for {sequence.length} tokens"
-    elif mask is not None and bool(_counts_behind_padding(mask.bool(), shifted).any()):
-        found = "padding before tokens or labels that count"
-    else:
-        return
-    raise ConfigError(
-        f"{name} is given {found}, and ring attention is causal SDPA to all tokens; pad behind the tokens, with labels "
-        "of -100, or use sp_size"
-    )
+        return "rows packed of several documents, by position_ids"
+    if mask is not None and bool(_counts_behind_padding(mask.bool(), shifted).any()):
+        return "padding before tokens or labels that count"
+    return None
 
 
 def _counts_behind_padding(mask: Tensor, shifted: Tensor | None) -> Tensor:

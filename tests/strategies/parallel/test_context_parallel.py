@@ -62,14 +62,20 @@ def both(kind: str, **options: Any) -> tuple[list[float], list[float], float]:
 
 
 def on_four_ranks() -> dict[str, Any]:
-    kernels = register_attention_kernels()
+    sharded = {"config": {"fsdp": {"activation_checkpointing": True}}}
     found: dict[str, Any] = {
+        "gathered": both("qwen3", sizes={"cp_size": 4}, **sharded),
+        "gathered in bf16": both("gpt2", sizes={"cp_size": 2, "dp_shard_size": 2}, mixed_precision="bf16"),
+        "gathered beside tp": both("llama", sizes={"cp_size": 2, "tp_size": 2}),
+    }
+    kernels = register_attention_kernels()
+    found |= {
         # Fewer heads of keys; heads whose size is no multiple of 8, and recomputed activations.
         "at once": both("llama", sizes={"cp_size": 4}),
         "from rank to rank": both(
             "qwen3",
             sizes={"cp_size": 4, "cp_handler": TorchContextParallelConfig("alltoall")},
-            config={"fsdp": {"activation_checkpointing": True}},
+            **sharded,
         ),
         "bf16, with shards": both("gpt2", sizes={"cp_size": 2, "dp_shard_size": 2}, mixed_precision="bf16"),
     }
@@ -94,6 +100,9 @@ def meshed() -> list[dict[str, Any]]:
         ("bf16, with shards", 0.05),
         ("beside tp", 2e-6),
         ("beside ep", 2e-6),
+        ("gathered", 2e-6),
+        ("gathered in bf16", 0.05),
+        ("gathered beside tp", 2e-6),
     ],
 )
 def test_a_model_trains_as_on_one_process(name: str, tolerance: float, meshed: list[dict[str, Any]]):
@@ -116,7 +125,7 @@ def test_ranks_that_share_sequences_are_one_reader(meshed: list[dict[str, Any]])
         (
             "mistral",
             {},
-            "has sliding_window 4, and ring attention is causal SDPA to all tokens, without dropout; change",
+            "has sliding_window 4, and ring .* without dropout; change that, set cp_comm_strategy to allgather, use",
         ),
         ("gemma3_text", {}, "has layers of sliding_attention, and ring attention is"),
         (
@@ -132,25 +141,46 @@ def test_ranks_that_share_sequences_are_one_reader(meshed: list[dict[str, Any]])
         ),
     ],
 )
-def test_a_model_whose_attention_is_another_is_refused(kind: str, changes: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=f"^cp_size=3: {type(tiny_model(kind)).__name__} {message}"):
-        find_language_model(changed(kind, **changes), 3, "cp_size=3", ring_device=torch.device("meta"))
+def test_a_model_whose_attention_is_another_is_refused_by_the_ring(kind: str, changes: dict[str, Any], message: str):
+    model = changed(kind, **changes)
+    with pytest.raises(ConfigError, match=f"^cp_size=3: {type(model).__name__} {message}"):
+        find_language_model(model, 3, "cp_size=3", comm_strategy="alltoall", device=torch.device("meta"))
+    assert find_language_model(model, 3, "cp_size=3", comm_strategy="allgather") is model
 
 
-def test_a_device_without_the_kernels_is_refused():
-    message = "^cp_size=2: LlamaForCausalLM asks for ring attention on 'cpu', and torch .* with sp_size=2 here, and set"
+def test_attention_that_takes_no_mask_of_ours_is_refused():
+    model = changed("llama", _attn_implementation="flash_attention_2")
+    message = "^cp_size=2: LlamaForCausalLM was loaded with attn_implementation flash_attention_2, and context .* sdpa"
     with pytest.raises(ConfigError, match=message):
-        find_language_model(model_of("llama"), 2, "cp_size=2", ring_device=torch.device("cpu"))
+        find_language_model(model, 2, "cp_size=2", comm_strategy="allgather")
+
+
+def test_a_device_without_the_kernels_is_refused_by_the_ring():
+    message = "^cp_size=2: LlamaForCausalLM asks for ring attention on 'cpu', and .*; set cp_comm_strategy to allgather"
+    with pytest.raises(ConfigError, match=message):
+        find_language_model(model_of("llama"), 2, "cp_size=2", comm_strategy="alltoall", device=torch.device("cpu"))
+
+
+def alone_of_two(comm_strategy: str) -> Iterator[nn.Module]:
+    kernels = register_attention_kernels()
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    model = model_of("llama")
+    shard_sequences(model, init_device_mesh("cpu", (2,)), comm_strategy, torch.device("cpu"))
+    yield model
+    dist.destroy_process_group()
+    del kernels
 
 
 @pytest.fixture
 def one_of_two() -> Iterator[nn.Module]:
-    """A model of the first of two ranks, which do not communicate."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    model = model_of("llama")
-    shard_sequences(model, init_device_mesh("cpu", (2,)), "allgather")
-    yield model
-    dist.destroy_process_group()
+    """A model of the first of two ranks, which do not communicate, with torch's ring alone."""
+    yield from alone_of_two("alltoall")
+
+
+@pytest.fixture
+def gathering() -> Iterator[nn.Module]:
+    """The same, which gathers keys and values where the ring does not serve."""
+    yield from alone_of_two("allgather")
 
 
 def padded(where: slice, label: int) -> dict[str, Tensor]:
@@ -168,11 +198,7 @@ def padded(where: slice, label: int) -> dict[str, Tensor]:
         ),
         (
             padded(slice(7, None), 5),
-            "padding before tokens or labels that count, .* pad behind the tokens, with labels",
-        ),
-        (
-            padded(slice(0), 5) | {"attention_mask": torch.ones(2, 1, 10, 10)},
-            r"a mask of \(2, 1, 10, 10\) for 10 tokens",
+            "padding before tokens or labels that count, .* set cp_comm_strategy to allgather, pad behind the tokens",
         ),
         (
             {"input_ids": torch.ones(2, 6, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])},
@@ -183,6 +209,20 @@ def padded(where: slice, label: int) -> dict[str, Tensor]:
 def test_rows_whose_tokens_attend_to_others_are_refused(one_of_two: nn.Module, inputs: dict[str, Tensor], message: str):
     with pytest.raises(ConfigError, match=f"LlamaForCausalLM is given {message}"):
         one_of_two(**inputs)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 10, 10), (2, 9)])
+def test_a_mask_of_other_tokens_is_refused(gathering: nn.Module, shape: tuple[int, ...]):
+    with pytest.raises(ConfigError, match=rf"a mask of \({str(shape)[1:-1]}\) for 10 tokens, and .* takes \(B, 10\)"):
+        gathering(**padded(slice(0), 5) | {"attention_mask": torch.ones(shape)})
+
+
+def test_attention_without_a_mask_is_refused(gathering: Any):
+    attention = gathering.model.layers[0].self_attn
+    attend = attention.forward
+    attention.forward = lambda attention_mask, **given: attend(attention_mask=None, **given)
+    with pytest.raises(ConfigError, match="LlamaAttention takes no mask, by which tokens know their places"):
+        gathering(**padded(slice(2), -100))
 
 
 def test_attention_that_asks_for_more_than_causality_is_refused(one_of_two: Any):
