@@ -322,7 +322,7 @@ class ReplicaCheck:
             _raise(f"{section}: {difference}. Nothing of it was saved")
 
     def note_update(self, optimizer: AcceleratedOptimizer) -> None:
-        """Post this rank's facts before an update, those of an accelerator at the next time; raise what was found."""
+        """Post this rank's facts before an update, those of an accelerator at the next time; raise on a difference."""
         watch = current_watch()
         if watch is None:
             return

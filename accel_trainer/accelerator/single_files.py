@@ -62,7 +62,7 @@ def save(
     *,
     process: ProcessContext | None = None,
 ) -> None:
-    """Write an object on rank 0, or each node's first rank: a state dict as safetensors, or what torch pickles."""
+    """Write an object on rank 0, or each node's first rank: a state dict as safetensors, others by torch's pickle."""
     process = process or current_process()
     if not (process.is_local_main if save_on_each_node else process.is_main):
         return
@@ -73,7 +73,7 @@ def save(
 
 
 def load(f: str | PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """Return what `torch.load` reads, of plain data, tensors and arrays; `weights_only=False` trusts any classes."""
+    """Return the plain data, tensors and arrays of a file of torch; `weights_only=False` trusts any classes."""
     kwargs.setdefault("weights_only", True)
     with torch.serialization.safe_globals(PLAIN_ARRAYS):
         return torch.load(f, map_location=map_location, **kwargs)
@@ -213,7 +213,7 @@ def merge_fsdp_weights(
 
 
 def _write_full(process: ProcessContext, file: Path, state: Mapping[str, Any] | None) -> None:
-    """Make the directory of a file, and write to it on rank 0 what is no shards. Collective."""
+    """Make the directory of a file, and write an object without shards to it on rank 0. Collective."""
     with raise_together(process, f"save to {file.parent}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         if process.is_main and state is not None:

@@ -70,7 +70,7 @@ def find_registry(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 def with_data(old: Tensor | None, data: Tensor) -> Tensor:
-    """Return `data` as what `old` is: a parameter of its class with its attributes, or a plain tensor for a buffer."""
+    """Return `data` as `old` is: a parameter of its class with its attributes, or a plain tensor for a buffer."""
     if not isinstance(old, nn.Parameter):
         return data
     if type(old) is not nn.Parameter and nn.Parameter in type(old).__mro__:

@@ -237,7 +237,7 @@ NODE_KEY = "node"
 
 
 class NodePart(NamedTuple):
-    """What a node sends of a save that several have on disks of their own."""
+    """The part of a node in a save that several have on disks of their own."""
 
     save: str
     """The same on all nodes."""

@@ -58,7 +58,7 @@ class RankLossAction(StrEnum):
 
 
 class ChangedRunAction(StrEnum):
-    """The answer to a resume that would change what a run means: the number of samples in an update, above all."""
+    """The answer to a resume that would change the meaning of a run: the number of samples in an update, above all."""
 
     AUTO = "auto"
     REFUSE = "refuse"

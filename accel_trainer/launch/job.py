@@ -387,7 +387,7 @@ def worker_environment(
 
 
 def _agent_variables(config: RunConfig) -> dict[str, str]:
-    """Return the variables by which torch's agent, and what it starts, is told of our options."""
+    """Return the variables by which torch's agent, and its workers, are told of our options."""
     grace, launch, found = config.preemption.grace_seconds, config.launch, {}
     if grace is not None:
         found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace))

@@ -20,7 +20,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class _AlikeGroup(_ProcessGroup):
-    """Rank 0 of the group: what it gathers is its own as often as there are ranks, what it sums so many times that."""
+    """Rank 0 of the group: it gathers its own as often as there are ranks, and sums to so many times that."""
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size)

@@ -18,7 +18,7 @@ from accel_trainer.runtime.torch_private import ORIGINAL_MODULE, clear_forward_h
 
 
 class ReplacedForward:
-    """Base of what stands in a module's `forward` attribute for its own forward, whose signature it shows.
+    """Base of objects that stand in a module's `forward` attribute for its own forward, whose signature it shows.
 
     Not a hook and not a wrapper module: it compiles with fullgraph, pickles and deep-copies with the module. A forward
     that is on the instance already (of kernel libraries, or torch.compile's wrapper) is the one that runs: `inner`.
@@ -64,7 +64,7 @@ def move_module(module: nn.Module, device: torch.device) -> None:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Return whether a module is what `torch.compile(model)` returns; `model.compile()` leaves no wrapper."""
+    """Return whether a module is the wrapper of `torch.compile(model)`; `model.compile()` leaves no wrapper."""
     return any(name == ORIGINAL_MODULE for name, _ in module.named_children())
 
 

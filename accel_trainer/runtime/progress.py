@@ -127,7 +127,7 @@ def find_difference(everyone: Sequence[Mapping[str, str]]) -> str:
 
 
 class FactBoard:
-    """Facts that all ranks' loops post and their threads compare; rank 0 puts what differs into `difference`."""
+    """Facts that all ranks' loops post and their threads compare; rank 0 puts differences into `difference`."""
 
     def __init__(self, store: dist.Store, name: str, rank: int, world_size: int) -> None:
         self.difference = ""

@@ -21,7 +21,7 @@ def empty_pinned(num_bytes: int) -> Tensor:
 
 
 class SideStream:
-    """Copies in a stream of their own, and the points at which the computing stream goes on with what they made.
+    """Copies in a stream of their own, and the points at which the computing stream goes on with them.
 
     The host waits nowhere. In order:
 

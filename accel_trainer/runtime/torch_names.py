@@ -1,4 +1,4 @@
-"""What torch keeps private and accel_trainer uses: paths of names, texts of errors, and names of operations.
+"""Privates of torch that accel_trainer uses: paths of names, texts of errors, and names of operations.
 
 `runtime/torch_private.py` has the functions that use them. A test asks the installed torch for each name.
 """

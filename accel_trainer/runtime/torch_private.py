@@ -139,7 +139,7 @@ def operation_argument(operation: Any, names: Sequence[str], args: Sequence[Any]
 
 
 def kept_results(context: Any) -> list[Any]:
-    """Return what the forward's context of selective checkpointing keeps: each has a tensor `val`, and `get_val`."""
+    """Return the results that selective checkpointing's forward keeps: each has a tensor `val`, and `get_val`."""
     storage = _need(context, "torch.utils.checkpoint._CachingTorchDispatchMode.storage")
     return [leaf for leaf in tree_leaves(storage) if isinstance(getattr(leaf, "val", None), Tensor)]
 
@@ -386,7 +386,7 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def leaves_seen_by_fsdp(output: Any) -> Sequence[Any]:
-    """Return what FSDP2 finds in a forward's output; it learns of the backward by these tensors."""
+    """Return the tensors that FSDP2 finds in a forward's output; it learns of the backward by these tensors."""
     found: Sequence[Any] = (_collect_grad_tensors or tree_leaves)(output)
     return found
 

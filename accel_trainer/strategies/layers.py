@@ -63,7 +63,7 @@ def _check_recomputes_not(model: nn.Module, asked: str) -> None:
 
 
 def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Leave out blocks within others; but of one that holds most of all, a whole body, take what is within it."""
+    """Leave out blocks within others; but of one that holds most of all, a whole body, take those within it."""
     blocks = [block for block in blocks if any(block.children())]  # a Linear by itself keeps its input in any case
     inside = {id(block): {id(module) for module in block.modules()} - {id(block)} for block in blocks}
 

@@ -255,7 +255,7 @@ class LocalReplicas:
                 tensor.copy_(mean)
 
     def _unite(self, optimizer: Optimizer) -> None:
-        """Make the state of an optimizer alike: that of its parameters, what it keeps beside, and what groups learn."""
+        """Make the state of an optimizer alike: that of its parameters, others beside, and what groups learn."""
         parameters = parameters_of(optimizer)
         held = [*(optimizer.state[parameter] for parameter in parameters), optimizer.state, *optimizer.param_groups]
         # All ranks go through the same list in the same order: what follows are collectives.

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the backward computes again what a layer did not keep, all of it or its cheap parts.
+"""Activation checkpointing: the backward computes a layer's results again, all of them or the cheap ones.
 
 A policy is the text of `activation_checkpointing`: `full`, `selective`, `every:N` or `ops:NAME,NAME`.
 """

@@ -234,7 +234,7 @@ class StepMeters:
         return figures | ({"perf/tokens_seen": self.tokens_seen} if self.tokens_seen else {})
 
     def _rates(self, ranks: Sequence[_Counts], counts: tuple[int, int, int], steps: int) -> dict[str, float]:
-        """Return what so many updates of these tokens, pairs and samples are in the time of the slowest rank."""
+        """Return the rates of so many updates of these tokens, pairs and samples in the time of the slowest rank."""
         seconds, (tokens, pairs, samples) = max(1e-9, *(each.seconds for each in ranks)), counts
         figures = {"perf/step_seconds": seconds / steps}
         for name, count in (("samples", samples), ("tokens", tokens)):
@@ -245,7 +245,7 @@ class StepMeters:
         return figures
 
     def _utilisation(self, rate: float, ranks: Sequence[_Counts]) -> dict[str, float]:
-        """Return what `rate` operations a second of all ranks are to a device, and of the peaks of all."""
+        """Return the share of a device in `rate` operations a second of all ranks, and that of the peaks of all."""
         figures = {"perf/tflops_per_device": rate / len(ranks) / 1e12}
         known = [each.peak_flops for each in ranks if each.peak_flops is not None]
         if len(known) == len(ranks):

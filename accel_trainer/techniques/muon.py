@@ -132,7 +132,7 @@ class Muon(Optimizer):
         return loss
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Move the momentum of a parameter on; return this rank's shard of what is to be orthogonalized."""
+        """Move the momentum of a parameter on; return this rank's shard of the matrix to orthogonalize."""
         assert parameter.grad is not None
         state, gradient = self.state[parameter], local_tensor(parameter.grad)
         if "momentum_buffer" not in state:

@@ -72,7 +72,7 @@ class Fingerprints(TrainerCallback):
                 yield name or "the model", module
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read what a run before the checkpoint has written of the updates that come again."""
+        """Read the fingerprints that a run before the checkpoint has of the updates that come again."""
         path = Path(args.output_dir) / FILE_NAME
         if state.is_world_process_zero and state.global_step and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():

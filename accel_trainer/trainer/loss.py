@@ -181,7 +181,7 @@ class _FirstBatch:
         """Whether a mean of `compute_loss_func` has been multiplied by the number of processes."""
 
     def compute_loss(self, model: nn.Module, inputs: Any, num_items: Any, *, factor: float | None = None) -> Tensor:
-        """Return the Trainer's `compute_loss`; `factor` multiplies what the model and loss functions return."""
+        """Return the Trainer's `compute_loss`; `factor` multiplies the losses of the model and of loss functions."""
         trainer, changed = self._trainer, {}
         for name, mean in (("compute_loss_func", LossKind.ROW_MEAN), ("label_smoother", LossKind.MODEL_MEAN)):
             if (function := getattr(trainer, name)) is not None:

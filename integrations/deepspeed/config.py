@@ -441,7 +441,7 @@ class _Resolver:
         self._fill_params("scheduler", SCHEDULER_PARAMS.get(str(self.data["scheduler"].get("type"))), known)
 
     def _open_autos(self) -> None:
-        """Derive the sizes that follow from the model's width, as Hugging Face's files expect; refuse what is left."""
+        """Derive the sizes that follow from the model's width, as Hugging Face's files expect; refuse others."""
         zero = self._section("zero_optimization")
         width = self.facts.hidden_size
         for name in [name for name, value in zero.items() if value == AUTO]:

@@ -237,7 +237,7 @@ class Partitions:
 
 
 def _elements(optimizer: Optimizer, flat: Tensor) -> list[tuple[str, Tensor]]:
-    """Return what an optimizer keeps for each element of a flat partition; nothing where it keeps other things, too.
+    """Return an optimizer's state for each element of a flat partition; nothing where it has other state, too.
 
     An 8-bit one has scales of blocks, which do not go apart by parameters.
     """

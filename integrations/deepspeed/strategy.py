@@ -136,11 +136,11 @@ class DeepSpeedStrategy(Strategy):
         self._building: _PiecewiseBuilding | None = None
 
     def check_config(self, resolved: Resolved, world_size: int) -> None:
-        """Refuse what the engine's own configuration contradicts; DeepSpeed is not imported for that."""
+        """Refuse options that the engine's own configuration contradicts; DeepSpeed is not imported for that."""
         _resolve(resolved, world_size, partial=True)
 
     def start(self, resolved: Resolved, process: ProcessContext) -> Resolved:
-        """Bring the engine up before models are built; return the configuration with what its own says. Collective."""
+        """Bring the engine up before models are built; return the configuration with that of its own. Collective."""
         config = _resolve(resolved, process.world_size, partial=True)
         start_engine(process, config.data)
         self._building = None  # of another configuration: transformers sees that it is gone

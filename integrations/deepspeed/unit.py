@@ -89,7 +89,7 @@ BACKWARDS = Backwards()
 
 @contextmanager
 def _naming_shards(module: nn.Module) -> Iterator[None]:
-    """Context of a backward whose error, where it is about shards of ZeRO-3, says what has led to it."""
+    """Context of a backward whose error, where it is about shards of ZeRO-3, names its cause."""
     try:
         yield
     except RuntimeError as error:
@@ -376,7 +376,7 @@ class DeepSpeedUnit(TrainUnit):
         return hasattr(self._zero, "fp16_groups")
 
     def _check_changes(self) -> None:
-        """Refuse what a loop has done to parameters and the engine cannot follow: frozen ones, and values of shards."""
+        """Refuse changes of parameters that the engine cannot follow: frozen ones, and values of shards."""
         for name, parameter, version in self._seen:
             what = ""
             if not parameter.requires_grad:

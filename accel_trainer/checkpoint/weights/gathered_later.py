@@ -80,7 +80,7 @@ class GatheredLater:
         self._files.append((name, {key: self._full[name] for key, name in found.items() if name}, metadata))
 
     def register(self) -> None:
-        """Have the save's thread gather, and on rank 0 write, what was noted."""
+        """Have the save's thread gather the noted values, and write them on rank 0."""
         for name, _, _ in self._files:
             self._staged.claim(name)
         self._staged.defer(self._write_files if self._rank == 0 else self._serve)

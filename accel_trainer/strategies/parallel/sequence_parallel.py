@@ -349,7 +349,7 @@ def _gather_tokens(sequence: _Sequence, x: Tensor, group: dist.ProcessGroup) -> 
 
 
 def _return_tokens(sequence: _Sequence, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over ranks of this rank's slice (B, H, S, D) of what each has for the whole (B, H, L, D)."""
+    """Return this rank's slice (B, H, S, D) of the sum of all ranks' tensors for the whole sequence (B, H, L, D)."""
     size, x = dist.get_world_size(group), x.transpose(1, 2)
     parts = torch.stack([sequence.slices.cut(x, rank=rank) for rank in range(size)])
     received = torch.empty_like(parts)

@@ -404,7 +404,7 @@ class CheckpointIO(ABC):
             self.shard_model(self.averaged_model(), staged.ranks).write(staged, prefix)
 
     def plan_averages(self, stored: StoredCheckpoint, prefix: str) -> Callable[[], None]:
-        """Verify the averages that `save_averages` wrote, and plan the reads of this rank's; what lacks begins anew."""
+        """Verify the averages that `save_averages` wrote, and plan this rank's reads; missing ones begin anew."""
         shards, averages, reads, targets = StoredShards(stored, prefix), self.averages, Reads(), dict[Tensor, Tensor]()
         if averages is None:
             return lambda: None

@@ -276,7 +276,7 @@ class Resumption:
         return False
 
     def restore_pass_streams(self, process: ProcessContext, loader: Any, *, is_within_pass: bool) -> None:
-        """Load what the order of the pass under way, or else of the one after it, depends on, if there is a file."""
+        """Load the streams of the order of the pass under way, or else of the one after it, if there is a file."""
         path = self.path / pass_streams_name(process.rank)
         if isinstance(loader, PreparedDataLoader) or not path.is_file():
             return

@@ -1,4 +1,4 @@
-"""A Trainer's save, from what is remembered for it during an update to the upload of what was written.
+"""A Trainer's save, from the notes of an update to the upload of the written files.
 
 In the order in which it happens: `RunCheckpoints` notes positions and random streams, `_save_checkpoint` names the
 directory and the room it needs, `_write` fills it, and the checkpointer commits it; `save_and_end` saves at a signal.
