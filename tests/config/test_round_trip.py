@@ -79,6 +79,8 @@ def configurations(draw):
     if "launch.min_processes" in values:
         assume(values.get("fsdp.replicate_size", 1) == 1)  # which would have to divide it
         values["launch.num_processes"] = values["launch.min_processes"] + 1
+    if values.get("launch.on_rank_loss", "restart") != "restart":  # on one machine, with torch's static rendezvous
+        values["launch.rdzv_backend"] = "static"
     if values.get("launch.on_rank_loss") == "replace":
         values["launch.max_restarts"] = 1
     if "launch.min_machines" in values:
