@@ -501,15 +501,19 @@ def _kind_of(operation: str) -> str | None:
     return next((kind for kind in kinds if kind.replace("_", "") in plain), None)
 
 
+_ATTENTION = {CPU_ATTENTION: (sdpa_flop_count, 3), CPU_ATTENTION_BACKWARD: (sdpa_backward_flop_count, 4)}
+"""By operation, the formula of its shapes, and of how many tensors."""
+
+
 def _flops_of(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
     packet = func.overloadpacket
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
     name = packet.__name__
-    if name == CPU_ATTENTION:
-        return int(sdpa_flop_count(*(x.shape for x in args[:3])))
-    if name == CPU_ATTENTION_BACKWARD:
-        return int(sdpa_backward_flop_count(*(x.shape for x in args[:4])))
+    if name in _ATTENTION:
+        count, num_tensors = _ATTENTION[name]
+        # As if there were no fewer heads of keys, which the formulas of torch 2.11 refuse: as many products are made.
+        return int(count(*((x.shape[0], args[0].shape[1], *x.shape[2:]) for x in args[:num_tensors])))
     if name == GROUPED_MM:
         return int(2 * args[0].numel() * args[1].shape[-1])
     return 0

@@ -404,7 +404,10 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: _Function, back: _Function) -> Tensor:
         ctx.group, ctx.back = group, back
-        return there(x, group)
+        # A view, since dynamo of torch 2.11 loses the gradient of a tensor that a collective has changed in place:
+        # layers below would get zeros, without a word.
+        result = there(x, group)
+        return result.view_as(result)
 
     @staticmethod
     @once_differentiable
