@@ -501,7 +501,10 @@ def _kind_of(operation: str) -> str | None:
     return next((kind for kind in kinds if kind.replace("_", "") in plain), None)
 
 
-_ATTENTION = {CPU_ATTENTION: (sdpa_flop_count, 3), CPU_ATTENTION_BACKWARD: (sdpa_backward_flop_count, 4)}
+_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
+    CPU_ATTENTION: (sdpa_flop_count, 3),
+    CPU_ATTENTION_BACKWARD: (sdpa_backward_flop_count, 4),
+}
 """By operation, the formula of its shapes, and of how many tensors."""
 
 
