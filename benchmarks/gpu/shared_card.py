@@ -100,8 +100,7 @@ def main() -> None:
     # It is about arithmetic. Slices are of 64 tokens.
     options.length, options.batch, options.tiny = 120, 4, True
     alone = _start(options, "single", 1)
-    layouts = ("ddp", "fsdp2") if options.device == "cpu" else ("ddp", "fsdp2", "cp")  # a CPU has no ring attention
-    for strategy in layouts:
+    for strategy in ("ddp", "fsdp2", "cp"):
         both = _start(options, strategy, 2)
         apart = max(abs(a - b) / b for a, b in zip(both["norms"], alone["norms"], strict=True))
         emit(what="two ranks", strategy=strategy, norms_apart=apart, holds=apart < 1e-3)

@@ -92,7 +92,7 @@ def test_a_part_is_a_process_and_is_left_out_once_it_is_done(tmp_path: Path):
     options = ("ranks", "--device", "cpu", "--out", str(tmp_path))
     kit("--tiny", *options)
     *both, end = [json.loads(line) for line in (tmp_path / "ranks.jsonl").read_text().splitlines()]
-    assert {line["strategy"]: line["holds"] for line in both} == {"ddp": True, "fsdp2": True}
+    assert {line["strategy"]: line["holds"] for line in both} == {"ddp": True, "fsdp2": True, "cp": True}
     assert (end["what"], end["tiny"]) == ("done", True)
     (tmp_path / "ranks.jsonl").write_text(
         "".join(f"{json.dumps(line)}\n" for line in ({**both[0], "holds": False}, end))

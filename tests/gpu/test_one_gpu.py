@@ -394,7 +394,7 @@ def test_two_ranks_on_one_device_have_the_losses_of_one(strategy: str):
         assert seen == pytest.approx(on_device("train_in_each_precision")["cpu"], rel=1e-4)
 
 
-def losses_of_sequences(sizes: dict[str, int], precision: str, cpu: bool) -> list[float]:
+def losses_of_sequences(sizes: dict[str, int], precision: str, cpu: bool, is_packed: bool) -> list[float]:
     from accel_trainer import ParallelismConfig
 
     model = tiny_model("llama", max_position_embeddings=230)
@@ -404,14 +404,25 @@ def losses_of_sequences(sizes: dict[str, int], precision: str, cpu: bool) -> lis
     accelerator = begin(cpu=cpu, mixed_precision=precision, kwargs_handlers=group, parallelism_config=layout)
     model, optimizer = accelerator.prepare(model, optimizer)
     ids = torch.randint(3, 64, (4, 230), generator=torch.Generator().manual_seed(1)).to(accelerator.device)
-    return updates(model, optimizer, [{"input_ids": ids, "labels": ids}] * 3, accelerator)
+    batch = {"input_ids": ids, "labels": ids}
+    if is_packed:
+        places = torch.cat([torch.arange(length) for length in (90, 40, 100)]).to(ids.device)
+        batch = {**batch, "labels": ids.masked_fill(places == 0, -100), "position_ids": places.expand(4, -1)}
+    return updates(model, optimizer, [batch] * 3, accelerator)
 
 
-@pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device: a CPU has none of the kernels")
+RING = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device: a CPU has none of the kernels")
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-4), ("bf16", 5e-2)])
-@pytest.mark.parametrize("strategy", ["allgather", "alltoall"])
-def test_ring_attention_on_one_device_has_the_losses_of_one_rank(strategy: str, precision: str, tolerance: float):
+@pytest.mark.parametrize(
+    ("strategy", "is_packed"), [("allgather", False), ("allgather", True), pytest.param("alltoall", False, marks=RING)]
+)
+def test_shared_sequences_on_one_device_have_the_losses_of_one_rank(
+    strategy: str, is_packed: bool, precision: str, tolerance: float
+):
     env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "PARALLELISM_CONFIG_CP_COMM_STRATEGY": strategy}
-    (alone,) = run_ranks(losses_of_sequences, 1, {}, precision, cpu=not HAS_CUDA)
-    for seen in run_ranks(losses_of_sequences, 2, {"cp_size": 2}, precision, cpu=not HAS_CUDA, env=env, timeout=100):
+    given = {"precision": precision, "cpu": not HAS_CUDA, "is_packed": is_packed}
+    (alone,) = run_ranks(losses_of_sequences, 1, {}, **given)
+    for seen in run_ranks(losses_of_sequences, 2, {"cp_size": 2}, **given, env=env, timeout=100):
         assert seen == pytest.approx(alone, rel=tolerance)
