@@ -30,7 +30,7 @@ KINDS = {name: _kinds(name) for name in LAYOUTS}
 # In the sample: each model on one process, and one where the head or its tokens are sharded in a way of their own. The
 # engines are in that of test_techniques.py.
 CASES = [
-    case if name == "single" or (name in ("tp", "sp", "ep") and kind == kinds[0]) else beyond(case)
+    case if name == "single" or (name == "tp" and kind == kinds[0]) else beyond(case)
     for name, kinds in KINDS.items()
     for kind in kinds
     for case in [mark(name, kind=kind)]

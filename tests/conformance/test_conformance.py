@@ -106,9 +106,12 @@ def mark(*names: str, kind: str | None = None) -> Any:
 
 WAYS: dict[str, Any] = {"clipped": {"clip": True}, "accumulated": {"accumulation": 3}, "frozen": {"frozen": True}}
 NAMES = [mark(name) for name, layout in LAYOUTS.items() if "mlp" in layout.kinds]
-# In the sample: each layout on its first model, each model on one process, and tied weights in shards.
+PRODUCTS = ("sp_shards", "sp_tp", "sp_ep")
+# In the sample: each layout on its first model, but for products; each model on one process; and tied weights in shards.
 CASES = [
-    case if name == "single" or kind == layout.kinds[0] or (name, kind) == ("fsdp2", "gpt2") else beyond(case)
+    case
+    if name == "single" or (kind == layout.kinds[0] and name not in PRODUCTS) or (name, kind) == ("fsdp2", "gpt2")
+    else beyond(case)
     for name, layout in LAYOUTS.items()
     for kind in layout.kinds
     for case in [mark(name, kind=kind)]
