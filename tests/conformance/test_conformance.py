@@ -107,7 +107,7 @@ def mark(*names: str, kind: str | None = None) -> Any:
 WAYS: dict[str, Any] = {"clipped": {"clip": True}, "accumulated": {"accumulation": 3}, "frozen": {"frozen": True}}
 NAMES = [mark(name) for name, layout in LAYOUTS.items() if "mlp" in layout.kinds]
 PRODUCTS = ("sp_shards", "sp_tp", "sp_ep")
-# In the sample: each layout on its first model, but for products; each model on one process; and tied weights in shards.
+# In the sample: each layout on its first model, but for products; each model on one process; tied weights in shards.
 CASES = [
     case
     if name == "single" or (kind == layout.kinds[0] and name not in PRODUCTS) or (name, kind) == ("fsdp2", "gpt2")
