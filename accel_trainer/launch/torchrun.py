@@ -386,8 +386,6 @@ class _Agent(LocalElasticAgent):
             return ""
         if notice.num_replaced >= launch.max_restarts:
             return f", and none is started in its place: {launch.max_restarts} (max_restarts) have been"
-        if len(left) == 1:
-            return ", and none is started in its place: one rank alone has nobody to meet another with"
         if reason := notice.why_not_replaced(left):
             return f", and none is started in its place: {reason}"
         pid = start_worker_anew(self, rank, {**os.environ, **notice.replace(rank)})

@@ -54,8 +54,8 @@ _current: ProcessContext | None = None
 _DEFAULT_TIMEOUT_SECONDS = 1800.0  # torch's default for gloo; for nccl that is 10 minutes
 _LAST_TURN_SECONDS = 0.02
 _survivors: Survivors | None = None
-_alone_options: dict[str, Any] = {}
-"""Of the watch that a process begins with the group that it joins in the place of a lost rank."""
+_watch_options: dict[str, Any] = {}
+"""Of the watch of this rank, also while it has none: alone, or before it joins in the place of a lost rank."""
 _groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 """The groups of contexts of some of the job's ranks."""
 _CPU_WAYS = "--cpu to the launcher, Accelerator(cpu=True), TrainingArguments(use_cpu=True)"
@@ -387,14 +387,14 @@ def _stand_in(
 
     Whatever is prepared meanwhile is prepared for as many ranks as the launcher has started.
     """
-    global _current, _alone_options
+    global _current, _watch_options
     size = info.world_size
     if not dist.is_initialized():
         _share_cores(os.environ, device, info.local_world_size)
         join_alike_group(size, timeout_seconds or _DEFAULT_TIMEOUT_SECONDS)
         atexit.register(_leave_at_exit)
-    if hang is not None or not _alone_options:
-        _alone_options = {"hang": hang, "hosts_store": False, "runs_ahead": False}
+    if hang is not None or not _watch_options:
+        _watch_options = {"hang": hang, "hosts_store": False, "runs_ahead": False}
     # The last one: it says nothing that rank 0 would.
     logging.set_rank(size - 1, size)
     found = ProcessContext(0, 0, size, info.local_world_size, device, _backends()[device.type], is_alone=True)
@@ -429,9 +429,11 @@ def rejoin(process: ProcessContext, survivors: Survivors) -> None:
     Raises:
         RankLostError: they cannot connect.
     """
+    global _watch_options
     watch = current_watch()
     timeout = group_timeout()
-    options = _alone_options if watch is None else watch.options
+    if watch is not None:  # a rank that is left alone has none, and one again when another joins it
+        _watch_options = watch.options
     leave_watch()
     forget_default_groups()
     rank, size = survivors.form_group(timeout.total_seconds())
@@ -441,9 +443,9 @@ def rejoin(process: ProcessContext, survivors: Survivors) -> None:
     for name, value in {**counts, "backend": _backends()[process.device.type], "is_alone": False}.items():
         object.__setattr__(process, name, value)
     logging.set_rank(rank, size, _wait_for_ranks)
-    if options:
+    if _watch_options:
         updates = PROGRESS.updates
-        start_watch(rank, size, **options)
+        start_watch(rank, size, **_watch_options)
         PROGRESS.updates = updates  # which another watch begins to count anew
 
 

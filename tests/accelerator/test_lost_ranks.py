@@ -22,6 +22,7 @@ from accel_trainer import Accelerator
 from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.runtime.process import find_rank
+from accel_trainer.runtime.rank_watch import current_watch
 from accel_trainer.strategies.ddp import DDPUnit
 from tests.cells import crossed
 from tests.fault_injection import fault_env
@@ -150,10 +151,16 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
             if folder is not None and accelerator.sync_gradients and counts.updates in setup.waits:
                 wait_for_return(accelerator, folder, counts.updates)
     values = values_of(net, accelerator.unit_of(model).averages)
-    assert counts.updates == scheduler.last_epoch
+    check_end(accelerator, counts, scheduler)
     facts = counts.updates, accelerator.num_processes, accelerator.process_index
     accelerator.end_training()
     return values, *facts
+
+
+def check_end(accelerator: Accelerator, counts: Counts, scheduler: Any) -> None:
+    assert counts.updates == scheduler.last_epoch
+    # Gathers would wait for a rank that has none.
+    assert (current_watch() is None) == (accelerator.num_processes == 1)
 
 
 def values_of(net: nn.Module, averages: Any) -> dict[str, torch.Tensor]:
@@ -375,6 +382,10 @@ def test_a_loss_in_an_evaluation_of_a_loop_ends_all_together(tmp_path: Path) -> 
 )
 def test_a_rank_returns_between_two_updates(setup: Setup, tmp_path: Path) -> None:
     check(tmp_path, (Killed(1, 1, "backward"),), setup)
+
+
+def test_the_other_of_two_ranks_returns(tmp_path: Path) -> None:
+    check(tmp_path, (Killed(1, 1, "backward"),), Setup(waits=(2,)), world_size=2)
 
 
 def test_ranks_return_one_after_the_other(tmp_path: Path) -> None:
