@@ -451,10 +451,9 @@ class LostRanks:
         process, survivors = accelerator.process, self._survivors
         num_rounds = self._rounds_per_update
         rejoin(process, survivors)
-        has_new = number in survivors.members
         self.left = RanksLeft(num_rounds, process.world_size, process.rank)
         for prepared in accelerator._prepared.units:
-            prepared.unit.rejoin(in_update=self._is_in_update, has_new=has_new)
+            prepared.unit.rejoin(in_update=self._is_in_update)
             if self._is_in_update:
                 prepared.abandon()
         if self._is_in_update:
@@ -467,7 +466,7 @@ class LostRanks:
         self._is_in_update, self._num_in_pass, self._num_yielded = False, 0, 0
         self.num_calls = 0
         self.announce()
-        return has_new
+        return number in survivors.members
 
     def _share_loaders(self, accelerator: Accelerator, rounds: int) -> None:
         assert self.left is not None

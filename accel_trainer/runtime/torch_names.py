@@ -86,11 +86,10 @@ PRIVATE_NAMES = {
     "torch._C._distributed_c10d._create_work_from_future": _NOT_REPLACED,
     **{
         f"torch.nn.parallel.DistributedDataParallel.{name}": f"{_REFUSED}: by on_rank_loss 'continue'"
-        for name in ("_update_process_group", "_sync_buffers")
-    },
-    **{
-        f"torch.nn.parallel.DistributedDataParallel.{name}": _NOT_REPLACED
-        for name in ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
+        for name in (
+            *("_update_process_group", "_pre_forward", "_build_params_for_reducer", "_ddp_init_helper"),
+            "_build_debug_param_to_name_mapping",
+        )
     },
     f"{AGENT}._restart_workers": f"{_REFUSED}: machines that come to a job, by `accel-trainer launch`",
     f"{AGENT}._remaining_restarts": (f"{_REFUSED}: jobs on several ranks, by `accel-trainer launch`"),

@@ -298,34 +298,35 @@ def abandon_exchange(replicas: nn.parallel.DistributedDataParallel) -> None:
 
 
 def regroup_replicas(replicas: nn.parallel.DistributedDataParallel) -> None:
-    """Have a DDP wrapper exchange gradients over the job's present group, in buckets that are built anew."""
-    _need(replicas, "torch.nn.parallel.DistributedDataParallel._update_process_group")(default_group())
-
-
-def rebuild_buckets(replicas: nn.parallel.DistributedDataParallel) -> None:
-    """Have a DDP wrapper exchange gradients in the buckets that it had when it was made."""
+    """Have a DDP wrapper exchange gradients over the job's present group, in the buckets that it had when made."""
+    # It rearranges them once, in the second forward, behind an exchange: where a rank is lost in that, some have done
+    # it and others not, and one that joins never had. Sums would be those of different parameters.
     name = "torch.nn.parallel.DistributedDataParallel"
+    _need(replicas, f"{name}._update_process_group")(default_group())
     parameters, are_sparse = _need(replicas, f"{name}._build_params_for_reducer")()
     names = _need(replicas, f"{name}._build_debug_param_to_name_mapping")(parameters)
     _need(replicas, f"{name}._ddp_init_helper")(parameters, are_sparse, names, replicas.static_graph)
 
 
-def guard_buffers(replicas: nn.parallel.DistributedDataParallel, on_error: Callable[[RuntimeError], None]) -> None:
-    """Have `on_error` called where the broadcast of buffers before a forward fails, which then goes on; or raises."""
-    broadcast = _need(replicas, "torch.nn.parallel.DistributedDataParallel._sync_buffers")
-    if "_sync_buffers" in vars(replicas):
+def guard_forward(replicas: nn.parallel.DistributedDataParallel, on_error: Callable[[RuntimeError], None]) -> None:
+    """Have `on_error` called where an exchange before a forward fails, which goes on without it; or raises.
+
+    Those are that of the order of buckets, in the second forward, and the broadcast of rank 0's buffers.
+    """
+    prepare = _need(replicas, "torch.nn.parallel.DistributedDataParallel._pre_forward")
+    if "_pre_forward" in vars(replicas):
         return
 
-    def guarded() -> None:
-        failure: RuntimeError | None = None
+    def guarded(*inputs: Any, **kwargs: Any) -> Any:
         try:
-            broadcast()
+            return prepare(*inputs, **kwargs)
         except RuntimeError as error:
             failure = error
-        if failure is not None:
-            on_error(failure)
+        on_error(failure)
+        replicas.require_forward_param_sync = False
+        return prepare(*inputs, **kwargs)
 
-    replicas._sync_buffers = guarded  # type: ignore[method-assign]
+    replicas._pre_forward = guarded  # type: ignore[method-assign]
 
 
 def completed_work(result: Any) -> dist.Work:

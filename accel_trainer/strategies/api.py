@@ -302,10 +302,10 @@ class TrainUnit(Protocol):
         """Let the next forward exchange nothing, and its backward neither: a micro-batch that is given up."""
         return
 
-    def rejoin(self, *, in_update: bool, has_new: bool = False) -> None:
+    def rejoin(self, *, in_update: bool) -> None:
         """Exchange gradients over the ranks of the present group; drop an update that is not complete.
 
-        Every one of them calls it; only where `why_irreplaceable` finds nothing. `has_new`: one has joined the others.
+        Every one of them calls it; only where `why_irreplaceable` finds nothing.
         """
         return
 

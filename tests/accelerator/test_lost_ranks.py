@@ -261,6 +261,11 @@ def test_begins_the_first_update_again(tmp_path: Path) -> None:
     check(tmp_path, (Killed(1, 0, "backward"),), Setup(), world_size=2)
 
 
+def test_a_loss_where_the_order_of_buckets_is_exchanged(tmp_path: Path) -> None:
+    """In the second forward of a wrapper, and of one that has begun an update again."""
+    check(tmp_path, (Killed(1, 1, "data"), Killed(0, 4, "data")), Setup())
+
+
 def say_why(parallel: dict[str, int]) -> str:
     accelerator = Accelerator(cpu=True, config={"strategy": "fsdp2", "parallel": parallel})
     model = nn.Linear(8, 8)

@@ -313,3 +313,39 @@ def test_a_group_outlives_the_reducer_that_would_end_it_under_the_interpreters_l
     for found in results("end_of_a_group"):
         assert set(found) == {False, True}
         assert all(ends == (["reducer"], ["reducer", "group"]) for ends in found.values()), found
+
+
+class Counting(nn.Module):
+    """Counts forwards in a buffer, in another tensor each time, and keeps what it has seen in a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("number", torch.zeros(()))
+        self.register_buffer("seen", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number = self.number + 1
+        self.seen = x.detach()
+        return self.norm(x).square().mean()
+
+
+@SCENARIOS.add
+def begun_again() -> Any:
+    unit = prepare(build(Counting))
+    found = []
+    for _ in range(2):
+        unit.begin_update()
+        unit.model(own_rows())
+        found.append({name: value.clone() for name, value in unit.module.named_buffers()})
+    unit.rejoin(in_update=True)
+    return [*found, dict(unit.module.named_buffers())]
+
+
+def test_an_update_that_begins_again_has_the_buffers_of_its_beginning():
+    for first, second, again in results("begun_again"):
+        assert first["number"] == 1
+        assert second["number"] == 2
+        assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"])
+        assert first.keys() == again.keys()
+        assert all(torch.equal(again[name], value) for name, value in first.items())
