@@ -7,6 +7,7 @@ restart of all ranks, for comparison, is a start of Python, imports, and a load.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -96,6 +97,8 @@ def describe(folder: Path, expected: Any, run: Any) -> tuple[str, str]:
         if all("(SIGKILL)" in text for text in failed.failures.values()):  # when the others had ended
             return "was over before", "was over before"
         kind = "hung" if "had not finished" in said else "ended together, to be started again"
+        for rank, text in failed.failures.items():
+            print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
         lines = said.strip().splitlines()
         reason = next((line for line in reversed(lines) if "RankLostError" in line), lines[-1])
         return kind, f"{kind}: {reason[:250]}"
@@ -106,6 +109,17 @@ def describe(folder: Path, expected: Any, run: Any) -> tuple[str, str]:
         return "was over before", "was over before"
     seconds, joins = standstill_seconds(folder, left[0]), describe_joins(folder)
     return kind, f"{kind}: standstill {seconds:.2f} s, weights within {far:.0e}{joins}"
+
+
+def describe_samples(folder: Path, expected: list[list[int]]) -> str:
+    """Return which update has other samples, and what each rank has noted of it."""
+    pairs = itertools.zip_longest(samples_of_updates(folder), expected)
+    update = next(number for number, (found, wanted) in enumerate(pairs) if found != wanted)
+    noted = {
+        path.name: [line for line in path.read_text().splitlines() if line.startswith(f"[{update},")]
+        for path in sorted(folder.glob("[0-9]"))
+    }
+    return f"WRONG SAMPLES of update {update}: {noted}, and not {expected[update : update + 1]}"
 
 
 def run_table(base: Path) -> Counter[str]:
@@ -161,7 +175,7 @@ def run_random(base: Path, num_runs: int, seed: int, *, returns: bool) -> Counte
             ),
         )  # fmt: skip
         if kind == "went on" and samples_of_updates(folder) != samples:
-            kind, text = "WRONG WEIGHTS", "WRONG SAMPLES"
+            kind, text = "WRONG SAMPLES", f"{text}, {describe_samples(folder, samples)}"
         kinds[kind] += 1
         print(f"run {number}: kills after {late}: {text}", flush=True)
     return kinds
@@ -180,7 +194,7 @@ def main() -> None:
         else:
             kinds = run_table(Path(base))
     print(", ".join(f"{kind}: {number}" for kind, number in kinds.most_common()))
-    sys.exit(bool(kinds["hung"] or kinds["WRONG WEIGHTS"]))
+    sys.exit(bool(kinds["hung"] or kinds["WRONG WEIGHTS"] or kinds["WRONG SAMPLES"]))
 
 
 if __name__ == "__main__":
