@@ -96,13 +96,13 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 def estimate_command(args: argparse.Namespace) -> None:
     """Print the table, or the plans, for parsed arguments; a CheckpointNotFoundError or ConfigError without a model."""
-    from accel_trainer.big_models.device_map import convert_bytes
+    from accel_trainer.runtime.memory import size_in_words
 
     if args.num_processes is not None or args.config_file is not None:
         return _print_plans(args)
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
     rows = [
-        [dtype, *map(convert_bytes, sizes), "N/A" if training["step"] < 0 else convert_bytes(training["step"])]
+        [dtype, *map(size_in_words, sizes), "N/A" if training["step"] < 0 else size_in_words(training["step"])]
         for dtype, *sizes, training in _sizes(model, args.dtypes)
     ]
     title = f"Memory usage of {type(model).__name__}, loaded from `{args.model_name}`"
@@ -207,7 +207,7 @@ def _all_plans(args: argparse.Namespace, options: Options) -> list[LayoutPlan]:
 
 def _plan_table(plan: LayoutPlan, policies: Sequence[LayoutPlan], args: argparse.Namespace) -> str:
     """Return a plan as tables: of memory, of its `policies` of activation checkpointing, and of collectives."""
-    from accel_trainer.big_models.device_map import convert_bytes
+    from accel_trainer.runtime.memory import size_in_words
 
     memory = [
         ("parameters", plan.parameters, plan.peak_parts["parameters"]),
@@ -219,7 +219,7 @@ def _plan_table(plan: LayoutPlan, policies: Sequence[LayoutPlan], args: argparse
         ("activations after the forward", plan.activations, plan.peak_parts["activations"]),
         ("peak", None, plan.peak),
     ]
-    rows = [[name, *("" if size is None else convert_bytes(size) for size in sizes)] for name, *sizes in memory]
+    rows = [[name, *("" if size is None else size_in_words(size) for size in sizes)] for name, *sizes in memory]
     title = (
         f"A rank of {layout_name(plan)} ({plan.strategy}), {args.batch} x {args.sequence} for each of "
         f"{plan.num_readers} reader(s), {args.optimizer}"
@@ -228,13 +228,13 @@ def _plan_table(plan: LayoutPlan, policies: Sequence[LayoutPlan], args: argparse
     headers = ["activation_checkpointing", "activations", "peak", "computed again", "computation"]
     fewest, lines = min(other.flops for other in policies), []
     for other in policies:
-        sizes, again = map(convert_bytes, (other.activations, other.peak)), other.flops / fewest - 1
+        sizes, again = map(size_in_words, (other.activations, other.peak)), other.flops / fewest - 1
         lines.append([other.checkpointing, *sizes, f"{100 * again:.0f} %", _ms(other.compute_seconds)])
     tables.append(create_ascii_table(headers, lines, f"\nPolicies; this plan has {plan.checkpointing}"))
     if plan.exchanges:
         headers = ["collective", "axis", "ranks", "calls", "full tensors", "time"]
         lines = [
-            [kind, axis, str(num_ranks), str(calls), convert_bytes(num_bytes), _ms(seconds)]
+            [kind, axis, str(num_ranks), str(calls), size_in_words(num_bytes), _ms(seconds)]
             for kind, axis, num_ranks, calls, num_bytes, seconds, _ in plan.exchanges
         ]
         tables.append(create_ascii_table(headers, lines, "\nCollectives of an update"))
@@ -256,7 +256,7 @@ def _ms(seconds: float) -> str:
 
 def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.Namespace) -> str:
     """Return the plans that fit as a table, the fastest first, and a line about the others."""
-    from accel_trainer.big_models.device_map import convert_bytes
+    from accel_trainer.runtime.memory import size_in_words
 
     fitting = [plan for plan in plans if limit is None or plan.peak <= limit]
     headers = ["layout", "strategy", "checkpointing", "state", "activations", "peak", "compute", "exposed", "per row"]
@@ -269,11 +269,11 @@ def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.N
         sizes = (plan.parameters + plan.gradients + plan.optimizer_state, plan.activations, plan.peak)
         times = (plan.compute_seconds, plan.exposed_seconds, plan.seconds_per_row)
         names = [layout_name(plan), plan.strategy, plan.checkpointing]
-        rows.append([*names, *map(convert_bytes, sizes), *map(_ms, times)])
+        rows.append([*names, *map(size_in_words, sizes), *map(_ms, times)])
     lines = [create_ascii_table(headers, rows, title)] if fitting else []
     if len(fitting) < len(plans):
         least = min(plan.peak for plan in plans if plan not in fitting)
-        lines.append(f"{len(plans) - len(fitting)} more need above {args.memory}: {convert_bytes(least)} at least")
+        lines.append(f"{len(plans) - len(fitting)} more need above {args.memory}: {size_in_words(least)} at least")
     lines += [_BALANCE] * plans[0].assumes_balance
     if fitting:
         lines.append(f"The first: accel-trainer launch {' '.join(_launch_flags(fitting[0]))} ...")
@@ -297,7 +297,7 @@ _LEFT, _WIDTH, _BAR, _GAP, _TOP = 250, 560, 18, 8, 46
 
 def _draw(plans: Sequence[LayoutPlan], limit: int | None) -> str:
     """Return an SVG: the peak of each plan as a bar of its parts, and a line at the limit."""
-    from accel_trainer.big_models.device_map import convert_bytes
+    from accel_trainer.runtime.memory import size_in_words
 
     parts = list(plans[0].peak_parts)
     most = max([plan.peak for plan in plans] + ([] if limit is None else [limit]))
@@ -313,12 +313,12 @@ def _draw(plans: Sequence[LayoutPlan], limit: int | None) -> str:
         drawn.append(f'<text x="{_LEFT - 8}" y="{y + 13}" text-anchor="end">{escape(label)}</text>')
         for part, colour in zip(parts, _COLOURS, strict=True):
             width = plan.peak_parts[part] * scale
-            title = f"<title>{escape(part.replace('_', ' '))}: {convert_bytes(plan.peak_parts[part])}</title>"
+            title = f"<title>{escape(part.replace('_', ' '))}: {size_in_words(plan.peak_parts[part])}</title>"
             drawn.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR}" fill="{colour}">{title}</rect>'
             )
             x += width
-        drawn.append(f'<text x="{x + 6:.1f}" y="{y + 13}">{convert_bytes(plan.peak)}</text>')
+        drawn.append(f'<text x="{x + 6:.1f}" y="{y + 13}">{size_in_words(plan.peak)}</text>')
     if limit is not None:
         end = _LEFT + limit * scale
         drawn.append(f'<line x1="{end:.1f}" x2="{end:.1f}" y1="{_TOP - 6}" y2="{height - 6}" stroke="#b00020"/>')

@@ -19,10 +19,11 @@ from accel_trainer.big_models.device_map import convert_file_size_to_int
 from accel_trainer.config.files import to_yaml
 from accel_trainer.contrib.layouts import SIZES_OF_MODELS, candidates, layout_name, outcomes, plan_of, with_policy
 from accel_trainer.contrib.planner import LayoutPlan
-from accel_trainer.contrib.preflight import MARGIN, cost_of, size_in_words
+from accel_trainer.contrib.preflight import MARGIN, cost_of
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import Options
 from accel_trainer.launch.job import resolve_options
+from accel_trainer.runtime.memory import size_in_words
 
 _ROWS, _STEPS = "accumulation.micro_batch_size", "accumulation.num_steps"
 _POLICY, _LOSS, _OFFLOAD = "activation_checkpointing", "loss", "fsdp.offload_params"

@@ -42,9 +42,7 @@ def with_policy(policy: str) -> dict[str, Any]:
 
 def plan_of(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) -> LayoutPlan:
     """Return the plan of the job that the options configure, with some of them replaced."""
-    # A compiler has nothing to compile, and memory hardly differs.
-    flags = {**options.flags, "compile.backend": "no", **flags}
-    resolved, _ = resolve_options(dataclasses.replace(options, flags=flags), os.environ, None)
+    resolved, _ = resolve_options(dataclasses.replace(options, flags={**options.flags, **flags}), os.environ, None)
     launch = resolved.config.launch
     if launch.num_processes is None:
         raise ConfigError("the plan of a layout needs the number of processes; add --num_processes N")

@@ -164,7 +164,7 @@ def plan_layout(
     with fake_job(num_processes, min(cluster.ranks_per_node, num_processes)) as process:
         sizes = axis_sizes(resolved.config, resolved.describe, num_processes, process.num_nodes)
         strategy = load_strategy(strategy_name)
-        offloads, resolved = resolved.config.fsdp.offload_params, _without_offload(resolved)
+        offloads, resolved = resolved.config.fsdp.offload_params, _as_planned(resolved)
         in_shards = strategy.capabilities.shards_parameters
         replicas = 1 if in_shards else num_processes
         if replicas > 1:  # each takes the step of one process; what they exchange is in closed form below
@@ -209,10 +209,18 @@ def plan_layout(
         )
 
 
-def _without_offload(resolved: Resolved) -> Resolved:
-    """Return a configuration that keeps shards on the device: those on the host are left out of what is counted."""
+def with_options(resolved: Resolved, **options: Any) -> Resolved:
+    """Return a configuration with other values of fields of `RunConfig`."""
+    return dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, **options))
+
+
+def _as_planned(resolved: Resolved) -> Resolved:
+    """Return a configuration with shards on the device, of which those on the host are not counted, and no compiler.
+
+    A compiler has nothing to compile, and memory hardly differs.
+    """
     fsdp = dataclasses.replace(resolved.config.fsdp, offload_params=False)
-    return dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, fsdp=fsdp))
+    return with_options(resolved, fsdp=fsdp, compile=dataclasses.replace(resolved.config.compile, backend="no"))
 
 
 def _as_on_cpu(mixed_precision: str) -> str:

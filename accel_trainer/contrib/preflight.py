@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from accel_trainer import logging
 from accel_trainer.big_models.device_map import convert_file_size_to_int
 from accel_trainer.config import LossImplementation, Resolved
-from accel_trainer.contrib.planner import Cluster, LayoutPlan, Workload, optimizer_builder, plan_layout
+from accel_trainer.contrib.planner import Cluster, LayoutPlan, Workload, optimizer_builder, plan_layout, with_options
 from accel_trainer.errors import AccelTrainerError, ConfigError
-from accel_trainer.runtime.memory import available_host_bytes
+from accel_trainer.runtime.memory import available_host_bytes, size_in_words
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.trainer.training_data import packing_collator
@@ -92,10 +92,7 @@ class PlannedRun:
         """
         self._model = _without_memory(model)
         self.process, self._workload = process, workload
-        # A compiler has nothing to compile, and memory hardly differs.
-        compiler = dataclasses.replace(resolved.config.compile, backend="no")
-        self._resolved = _with_options(resolved, compile=compiler)
-        self._is_trainer = is_trainer
+        self._resolved, self._is_trainer = resolved, is_trainer
         self.limit, self.where = _memory_limit(process, memory)
         inputs = workload.inputs
         self.rows = workload.batch if inputs is None else len(next(iter(inputs.values())))
@@ -111,7 +108,7 @@ class PlannedRun:
         rows, process, inputs = rows or self.rows, self.process, self._workload.inputs
         num_steps = max(1, self.rows * self.num_steps // rows)
         accumulation = dataclasses.replace(self._resolved.config.accumulation, num_steps=num_steps)
-        resolved = _with_options(self._resolved, accumulation=accumulation, **options)
+        resolved = with_options(self._resolved, accumulation=accumulation, **options)
         if inputs is not None:
             inputs = {
                 name: each.new_empty((rows, *each.shape[1:]), device="meta") if len(each) == self.rows else each
@@ -200,12 +197,6 @@ class PlannedRun:
         )
 
 
-def size_in_words(num_bytes: float) -> str:
-    """Return bytes in GiB, or MiB where those are few."""
-    unit, name = (2**30, "GiB") if num_bytes >= 2**27 else (2**20, "MiB")
-    return f"{num_bytes / unit:.2f} {name}"
-
-
 def _without_memory(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the meta device; nothing of it is copied on the way there."""
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
@@ -236,10 +227,6 @@ def _memory_limit(process: ProcessContext, asked: int | None) -> tuple[int, str]
     with suppress(RuntimeError):  # an allocator that counts nothing
         limit += torch.accelerator.memory_reserved(device)
     return limit, f"{size_in_words(limit)} of {device} are free for it"
-
-
-def _with_options(resolved: Resolved, **options: Any) -> Resolved:
-    return dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, **options))
 
 
 def check_run(run: Callable[[], PlannedRun], mode: str, way_out: str) -> PlannedRun | None:
@@ -314,7 +301,7 @@ def plan_training(trainer: Trainer) -> PlannedRun:
     optimizer = optimizer_builder(kind, options, is_on_gpu=is_on_gpu)
     workload = Workload(dtype=None, optimizer=optimizer, is_on_gpu=is_on_gpu, inputs=inputs)
     accumulation = dataclasses.replace(accelerator.config.accumulation, num_steps=args.gradient_accumulation_steps)
-    resolved = _with_options(accelerator.resolved, accumulation=accumulation)
+    resolved = with_options(accelerator.resolved, accumulation=accumulation)
     return PlannedRun(trainer.model, resolved, accelerator.process, workload, memory=memory, is_trainer=True)
 
 

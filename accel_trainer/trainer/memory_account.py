@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.shards import local_tensor
-from accel_trainer.runtime.memory import is_out_of_memory, peak_memory
+from accel_trainer.runtime.memory import is_out_of_memory, peak_memory, size_in_words
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
@@ -44,7 +44,7 @@ def _account(trainer: Trainer, message: str) -> str:
     peak = peak_memory(accelerator.device) or 0
     facts = accelerator.strategy.capabilities
     replicas = 1 if facts.shards_parameters or facts.builds_engine else accelerator.num_processes
-    failed = f"; {_gib(request)} more were not to be had" if found else ""
+    failed = f"; {size_in_words(request)} more were not to be had" if found else ""
     lines = [f"rank {accelerator.process.rank}: {describe_peak(sizes, peak)}{failed}"]
     if (planned := trainer.planned_run) is not None:
         # What the plan has missed is missed by those of the changes, too. A CPU's peak is that of the whole process.
@@ -72,9 +72,10 @@ def _lasting_sizes(trainer: Trainer) -> dict[str, float]:
 
 
 def describe_peak(sizes: Mapping[str, float], peak: float) -> str:
-    """Return the peak in GiB by purpose; `sizes` in bytes of weights and others that are there all the time."""
+    """Return the peak by purpose in words; `sizes` in bytes of weights and others that are there all the time."""
     parts = {**sizes, REST: max(peak - sum(sizes.values()), 0)}
-    return f"{_gib(peak)} at the peak: {', '.join(f'{_gib(size)} {name}' for name, size in parts.items())}"
+    words = ", ".join(f"{size_in_words(size)} {name}" for name, size in parts.items())
+    return f"{size_in_words(peak)} at the peak: {words}"
 
 
 def advise(
@@ -99,12 +100,8 @@ def advise(
         advice.append((f"{text}, the same update", fixed + rest * fewer / rows))
     if replicas > 1:
         advice.append((f"fsdp=True, which shards all but the rest over {replicas} ranks", fixed / replicas + rest))
-    found = [f"  {text}: about {_gib(size)}" for text, size in advice]
+    found = [f"  {text}: about {size_in_words(size)}" for text, size in advice]
     return [
         *found,
         "  activation_checkpointing and others, with their peaks and times: TrainingArguments(preflight='warn')",
     ]
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

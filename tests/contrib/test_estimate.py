@@ -80,8 +80,8 @@ def test_without_a_class_it_is_the_body_as_with_accelerate(tmp_path: Path, capsy
         assert capsys.readouterr().out.splitlines() == [
             f"Memory usage of BertModel, loaded from `{name}`",
             "  dtype  Largest Layer  Total Size  Training using Adam",
-            "float32       86.47 MB   413.18 MB              1.61 GB",
-            "   int4       10.81 MB    51.65 MB                  N/A",
+            "float32      86.47 MiB  413.18 MiB             1.61 GiB",
+            "   int4      10.81 MiB   51.65 MiB                  N/A",
         ]
 
 

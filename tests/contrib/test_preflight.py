@@ -81,9 +81,9 @@ def test_a_run_that_will_not_fit_is_refused_on_every_rank_before_anything_is_wri
     for rank, (message, written, units) in enumerate(
         on_ranks(strategy, train_with, str(tmp_path / "out"), memory="400KB")
     ):
-        assert re.match(rf"rank {rank} is planned to take 0\.\d+ MiB at the peak: 0\.\d+ MiB parameters, ", message)
-        assert "for a micro-batch of 4 rows; with the 5 % that a plan may miss it needs 0." in message
-        assert " MiB, and 0.38 MiB may be taken: " in message
+        assert re.match(rf"rank {rank} is planned to take \d+\.\d+ KiB at the peak: \d+\.\d+ KiB parameters, ", message)
+        assert "for a micro-batch of 4 rows; with the 5 % that a plan may miss it needs " in message
+        assert " KiB, and 390.62 KiB may be taken: " in message
         assert message.endswith("TrainingArguments(preflight='warn') begins all the same")
         assert (written, list(units)) == ([], [])
 
@@ -102,7 +102,9 @@ def test_the_advice_of_a_refusal_is_accepted_and_is_the_same_update(tmp_path: Pa
     first, *_ = changes = planned.changes(limit)
     assert all(change.needed_bytes <= limit for change in changes)
     assert [change.slowdown for change in changes] == sorted(change.slowdown for change in changes)
-    with pytest.raises(ConfigError, match=r"cheapest changes with which it fits\n  .*: about 0\.\d+ MiB at the peak, "):
+    with pytest.raises(
+        ConfigError, match=r"cheapest changes with which it fits\n  .*: about \d+\.\d+ KiB at the peak, "
+    ):
         train_of(tmp_path, f"{limit}B")
     assert "per_device_train_batch_size=2 with gradient_accumulation_steps=4, the same update" in str(
         [change.text for change in changes]
@@ -185,7 +187,7 @@ def test_a_loop_plans_its_own_loss(caplog: pytest.LogCaptureFixture):
     assert found.activations == 2 * rows + 4  # the input, what is squared, and the loss
     with pytest.raises(
         ConfigError,
-        match=r"rank 0 is planned .* and 0\.50 MiB may be taken: nothing that is planned here (?s:.*)mode='warn'",
+        match=r"rank 0 is planned .* and 512\.00 KiB may be taken: nothing that is planned here (?s:.*)mode='warn'",
     ):
         accelerator.preflight(model, optimizer, batch, compute_loss=loss, memory=2 * matrix)
     branching = Branching(256, 256)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from accel_trainer.big_models.device_map import convert_file_size_to_int
+from accel_trainer.runtime.memory import size_in_words
 from accel_trainer.trainer.memory_account import advise, describe_peak
 from tests.trainer_jobs import build_trainer, on_ranks
 
@@ -21,6 +23,13 @@ def test_a_peak_is_told_by_what_it_was_for():
         "70.00 GiB at the peak: 10.00 GiB weights, 10.00 GiB gradients, 20.00 GiB optimizer state, 30.00 GiB "
         "activations, temporaries and the rest"
     )
+
+
+def test_sizes_have_the_unit_that_suits_them():
+    sizes = (100, 2**20 - 2**10, 2**20, 2**30 - 2**20, 2**30, 3 * 2**40)
+    assert list(map(size_in_words, sizes)) == [
+        "0.10 KiB", "1023.00 KiB", "1.00 MiB", "1023.00 MiB", "1.00 GiB", "3072.00 GiB",
+    ]  # fmt: skip
 
 
 def test_changes_come_with_the_peak_that_follows():
@@ -57,14 +66,18 @@ def test_an_error_of_a_training_has_the_account_of_its_rank(tmp_path: Path, stra
     for rank, notes, num_bytes in on_ranks(strategy, _run_out, str(tmp_path)):
         (note,) = notes
         assert note.startswith(rank)
-        size = f"{num_bytes / _GIB:.2f} GiB"
-        assert f"{size} weights, {size} gradients, {2 * num_bytes / _GIB:.2f} GiB optimizer state, " in note
+        size = size_in_words(num_bytes)
+        found = re.search(rf"{size} weights, {size} gradients, ([\d.]+) KiB optimizer state, ", note)
+        assert found is not None
+        assert float(found[1]) == pytest.approx(2 * num_bytes / 2**10, rel=0.01)  # and the numbers of steps
         assert "per_device_train_batch_size=1 with gradient_accumulation_steps=2, the same update: about " in note
         assert ("fsdp=True, which shards all but the rest over 2 ranks: about" in note) == (strategy == "ddp")
-        peak, rest, halved = (float(re.search(text, note)[1]) for text in (
-            r"([\d.]+) GiB at the peak", r"([\d.]+) GiB activations", r"same update: about ([\d.]+)",
-        ))  # type: ignore[index] # fmt: skip
-        assert halved == pytest.approx(peak - rest + (rest + 2) / 2, abs=0.02)
+        places = (" at the peak", " activations", "$")  # the last one behind "the same update: about"
+        peak, rest, halved = (
+            convert_file_size_to_int(re.search(rf"([\d.]+ .iB){place}", note, re.MULTILINE)[1].replace(" ", ""))  # type: ignore[index]
+            for place in places
+        )
+        assert halved == pytest.approx(peak - rest + (rest + 2 * _GIB) / 2, abs=0.02 * _GIB)
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
@@ -74,9 +87,9 @@ def test_with_a_preflight_the_planned_peak_and_planned_changes_stand_beside_it(t
         measured, planned, *changes = note.splitlines()
         assert measured.startswith(rank)
         assert measured.endswith("; 2.00 GiB more were not to be had")
-        assert re.match(r"  planned: 0\.\d+ MiB at the peak: 0\.\d+ MiB parameters, .* MiB activations$", planned)
+        assert re.match(r"  planned: \d+\.\d+ KiB at the peak: \d+\.\d+ KiB parameters, .* KiB activations$", planned)
         assert len(changes) == 2
-        peaks = [re.search(r": about (0\.\d+) MiB at the peak, (\d\.\d\d) of the time$", each) for each in changes]
+        peaks = [re.search(r": about ([\d.]+) KiB at the peak, (\d\.\d\d) of the time$", each) for each in changes]
         assert all(float(peak[1]) < float(planned.split()[1]) for peak in peaks)  # type: ignore[index]
         assert [float(peak[2]) for peak in peaks] == sorted(float(peak[2]) for peak in peaks)  # type: ignore[index]
 
