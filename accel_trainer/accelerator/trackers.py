@@ -107,8 +107,10 @@ class Trackers:
 
     def get(self, name: str) -> GeneralTracker:
         """Return the tracker called `name`; on ranks that do not log, one that does nothing."""
-        known = [tracker.name for tracker in self.chosen]
-        if name not in known or not self._is_open:
+        known = {tracker.name: tracker for tracker in self.chosen}
+        chosen = known.get(name)
+        # Others than the main process are not told that it has opened them alone, and have nothing to log to.
+        if chosen is None or not self._is_open and (self._process.is_main or not chosen.main_process_only):
             state = "" if self._is_open else "; call init_trackers() first"
             raise ConfigError(
                 f"no tracker {name!r} is open{did_you_mean(name, known)} Trackers of log_with: "
