@@ -15,7 +15,7 @@ from torch import nn
 from two_ranks import print_measured
 
 from accel_trainer import Accelerator
-from accel_trainer.runtime.rank_watch import current_watch
+from accel_trainer.runtime.own_watch import current_watch
 
 NUM_UPDATES, BATCH_SIZE, WIDTH = 10, 64, 640
 

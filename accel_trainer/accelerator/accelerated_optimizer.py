@@ -16,9 +16,9 @@ from accel_trainer.accelerator.shared_state import Forwarded
 from accel_trainer.config import MixedPrecision, NonFiniteAction, RunConfig
 from accel_trainer.errors import ConfigError, DesyncError
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
+from accel_trainer.runtime.own_watch import current_watch
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS, find_difference
-from accel_trainer.runtime.rank_watch import current_watch
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.tensor_trees import send_to_device
 from accel_trainer.runtime.whereabouts import section

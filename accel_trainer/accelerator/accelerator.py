@@ -47,8 +47,8 @@ from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.precision import build_precision
 from accel_trainer.runtime.memory import register_memory_owner
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
+from accel_trainer.runtime.own_watch import current_watch, sample_phases
 from accel_trainer.runtime.process import current_process, init_process, read_environment
-from accel_trainer.runtime.rank_watch import current_watch, sample_phases
 from accel_trainer.runtime.rng import check_rng_types
 from accel_trainer.runtime.slow_ranks import SlowRanks
 from accel_trainer.strategies.gradients import LossScale

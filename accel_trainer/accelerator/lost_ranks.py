@@ -29,10 +29,11 @@ from accel_trainer.data.plan import RanksLeft
 from accel_trainer.data.position import Progress
 from accel_trainer.errors import RankLostError
 from accel_trainer.logging import write_stderr
+from accel_trainer.runtime.own_watch import raise_if_theirs
 from accel_trainer.runtime.process import find_survivors, rejoin
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_loss import Survivors, has_connections
-from accel_trainer.runtime.rank_watch import is_broken, leave_losses_to, raise_if_theirs
+from accel_trainer.runtime.rank_watch import is_broken, leave_losses_to
 from accel_trainer.runtime.torch_private import group_timeout, joined_groups
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from accel_trainer.config import LossDivision
 from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.errors import ConfigError
 from accel_trainer.plugins.kwargs import AutocastKwargs
-from accel_trainer.runtime.rank_watch import raise_if_theirs
+from accel_trainer.runtime.own_watch import raise_if_theirs
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import TrainUnit
 from accel_trainer.strategies.gradients import has_any, leaves_of

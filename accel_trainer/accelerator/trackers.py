@@ -18,8 +18,8 @@ from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.kwargs import ProfileKwargs, ProjectConfiguration
 from accel_trainer.registry import installed_trackers, load_tracker, tracker_names
 from accel_trainer.runtime import collectives
+from accel_trainer.runtime.own_watch import failing_together
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rank_watch import failing_together
 from accel_trainer.tracking import BlankTracker, GeneralTracker, mask_secrets, redact, secrets_of
 
 logger = logging.get_logger(__name__)

@@ -38,8 +38,8 @@ from accel_trainer.launch.machine import count_tpus, find_interface, set_tpu_var
 from accel_trainer.launch.outer_job import refuse_nesting
 from accel_trainer.launch.rendezvous import build_rendezvous
 from accel_trainer.launch.torchrun import AGENT_LOGGERS, log_destination, worker_variables
+from accel_trainer.runtime.own_watch import current_watch
 from accel_trainer.runtime.process import destroy_process_group
-from accel_trainer.runtime.rank_watch import current_watch
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 

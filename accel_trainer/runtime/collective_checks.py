@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_trainer.errors import DesyncError, DistributedOperationException
+from accel_trainer.runtime.own_watch import current_watch
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS
-from accel_trainer.runtime.rank_watch import CallRecord, RankWatch, current_watch
+from accel_trainer.runtime.rank_watch import CallRecord, RankWatch
 from accel_trainer.runtime.tensor_trees import is_tensor
 from accel_trainer.runtime.whereabouts import mark_collectives, users_line
 from accel_trainer.tree import leaves

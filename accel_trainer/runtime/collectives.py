@@ -17,8 +17,8 @@ from torch import Tensor
 
 from accel_trainer.errors import CannotPadNestedTensorWarning, ConfigError, did_you_mean
 from accel_trainer.runtime.collective_checks import UNEVEN_HINT, describe_leaves, describe_rows, note_call
+from accel_trainer.runtime.own_watch import names_failed_rank
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rank_watch import names_failed_rank
 from accel_trainer.runtime.transport import (
     SENDABLE_DTYPES,
     all_gather,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.errors import BatchSizeError, ConfigError, ProcessGroupError, UnsupportedTypeError
-from accel_trainer.runtime.rank_watch import current_watch, start_watch, unexplained_errors
+from accel_trainer.runtime.own_watch import current_watch, start_watch, unexplained_errors
 from accel_trainer.runtime.torch_private import (
     clear_dtensor_caches,
     default_group,

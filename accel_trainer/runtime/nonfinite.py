@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from accel_trainer import logging
 from accel_trainer.config import MixedPrecision, RunConfig
 from accel_trainer.errors import NonFiniteError
+from accel_trainer.runtime.own_watch import end_with_exit_codes, tell_soon
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rank_watch import end_with_exit_codes, tell_soon
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.whereabouts import waits_for_device
 

@@ -30,9 +30,7 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.alike_group import join_alike_group
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, bracket_ipv6, find_launch_info
-from accel_trainer.runtime.progress import PROGRESS
-from accel_trainer.runtime.rank_loss import Survivors, close_connections, noting_connections
-from accel_trainer.runtime.rank_watch import (
+from accel_trainer.runtime.own_watch import (
     Hook,
     add_hook,
     current_watch,
@@ -41,6 +39,8 @@ from accel_trainer.runtime.rank_watch import (
     stop_watch,
     unwatched,
 )
+from accel_trainer.runtime.progress import PROGRESS
+from accel_trainer.runtime.rank_loss import Survivors, close_connections, noting_connections
 from accel_trainer.runtime.torch_private import (
     default_group,
     forget_default_groups,

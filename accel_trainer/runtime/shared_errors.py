@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from accel_trainer.errors import RemoteRankError
 from accel_trainer.runtime.collective_checks import raise_difference, recording_watch
+from accel_trainer.runtime.own_watch import names_failed_rank
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rank_watch import names_failed_rank
 
 T = TypeVar("T")
 

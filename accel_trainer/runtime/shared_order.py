@@ -10,7 +10,8 @@ from zlib import crc32
 import torch
 
 from accel_trainer.errors import DesyncError
-from accel_trainer.runtime.rank_watch import RankWatch, current_watch
+from accel_trainer.runtime.own_watch import current_watch
+from accel_trainer.runtime.rank_watch import RankWatch
 
 _SEVERAL = ""
 """Of a place that more than one part has followed: the ranks compare each time."""

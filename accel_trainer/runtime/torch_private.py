@@ -263,6 +263,12 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     return registry
 
 
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the registry of a module's own buffers by name."""
+    registry: dict[str, Tensor | None] = _need(module, "torch.nn.Module._buffers")
+    return registry
+
+
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Return the names of a module's own buffers that its state dict leaves out."""
     return set(_need(module, "torch.nn.Module._non_persistent_buffers_set"))

@@ -22,8 +22,8 @@ from accel_trainer.runtime.collective_checks import (
     rows_for_each,
 )
 from accel_trainer.runtime.fault_point import fault_point
+from accel_trainer.runtime.own_watch import names_failed_rank
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rank_watch import names_failed_rank
 from accel_trainer.runtime.tensor_trees import pad_to, send_to_device
 from accel_trainer.runtime.transport import gather_agreed, gather_tensor, map_tensors, tensors_of
 from accel_trainer.runtime.whereabouts import mark_collectives

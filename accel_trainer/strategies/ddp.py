@@ -25,6 +25,7 @@ from accel_trainer.runtime.torch_private import (
     foreach_copy_,
     guard_forward,
     is_exchange_open,
+    own_buffers,
     regroup_replicas,
 )
 from accel_trainer.runtime.whereabouts import section
@@ -217,7 +218,8 @@ class DDPUnit(NativeUnit):
             self._replicas.require_forward_param_sync = True
         # A walk through the modules and a clone of each of ResNet-50's 159 buffers were 0.37 ms, this is 0.11 ms.
         if self._places is None:
-            self._places = [(module._buffers, name) for module in self.module.modules() for name in module._buffers]
+            registries = map(own_buffers, self.module.modules())
+            self._places = [(registry, name) for registry in registries for name in registry]
         present, (before, values) = [buffers.get(name) for buffers, name in self._places], self._kept
         with torch.no_grad():
             if values and all(map(operator.is_, before, present)):

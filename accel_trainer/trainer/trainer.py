@@ -41,8 +41,8 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.memory import clear_device_cache, is_out_of_memory
 from accel_trainer.runtime.model_wrappers import move_module
+from accel_trainer.runtime.own_watch import failing_together
 from accel_trainer.runtime.preemption import StopSignals
-from accel_trainer.runtime.rank_watch import failing_together
 from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingArguments, TrainingArguments, setting
 from accel_trainer.trainer.checkpoint import upstream_files

@@ -16,9 +16,9 @@ from accel_trainer import Accelerator
 from accel_trainer.accelerator.accelerated_optimizer import ReplicaCheck
 from accel_trainer.errors import DesyncError
 from accel_trainer.optimizer import move_to_device
+from accel_trainer.runtime.own_watch import current_watch
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS
-from accel_trainer.runtime.rank_watch import current_watch
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from accel_trainer import Accelerator
 from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
+from accel_trainer.runtime.own_watch import current_watch
 from accel_trainer.runtime.process import find_rank
-from accel_trainer.runtime.rank_watch import current_watch
 from accel_trainer.strategies.ddp import DDPUnit
 from tests.cells import crossed
 from tests.fault_injection import fault_env

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader
 from accel_trainer import Accelerator
 from accel_trainer.errors import DesyncError, ProcessGroupError
 from accel_trainer.runtime import rank_watch
+from accel_trainer.runtime.own_watch import current_watch, failing_together
 from accel_trainer.runtime.progress import PROGRESS
-from accel_trainer.runtime.rank_watch import current_watch, failing_together
 from tests.fault_injection import fault_env
 from tests.fault_matrix import build_tests
 from tests.ranks import RankFailure, preload, run_ranks

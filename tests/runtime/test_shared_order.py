@@ -16,7 +16,7 @@ preload("accel_trainer.accelerator")
 def start() -> tuple[Any, list[str]]:
     """Join the job; return the watch, and what it compares from now on."""
     from accel_trainer import Accelerator
-    from accel_trainer.runtime.rank_watch import current_watch
+    from accel_trainer.runtime.own_watch import current_watch
 
     Accelerator(cpu=True)
     watch, compared = current_watch(), []
