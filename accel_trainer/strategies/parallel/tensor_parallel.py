@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.availability import is_torch_version
 from accel_trainer.runtime.model_wrappers import ReplacedForward
 from accel_trainer.runtime.rng import OwnDraws
 from accel_trainer.runtime.torch_private import is_fake, own_parameters, version_of
@@ -398,16 +399,18 @@ def _exchange_rows(
     return apply_collective(x, group, lambda x, group: _all_to_all(x, num_received, num_sent, group), back)
 
 
+_LOSES_GRADIENTS = is_torch_version("<", "2.12")
+"""Of a tensor that a collective has changed in place, in a compiled graph: layers below get zeros, without a word."""
+
+
 class _Collective(torch.autograd.Function):
     """A function of a tensor and a group; backwards, another one of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: _Function, back: _Function) -> Tensor:
         ctx.group, ctx.back = group, back
-        # A view, since dynamo of torch 2.11 loses the gradient of a tensor that a collective has changed in place:
-        # layers below would get zeros, without a word.
         result = there(x, group)
-        return result.view_as(result)
+        return result.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else result
 
     @staticmethod
     @once_differentiable
