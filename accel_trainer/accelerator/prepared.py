@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ class Prepared:
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[PreparedDataLoader] = []
+        self._freed_wrappers: list[weakref.ref[nn.Module]] = []
 
     @property
     def models(self) -> list[nn.Module]:
@@ -89,6 +91,16 @@ class Prepared:
         staying = [prepared for prepared in self.units if prepared not in replaced]
         takes_all = not (is_distributed or capabilities.shards_parameters or models or staying)
         return _pair(models, unbound, staying, capabilities, {*map(id, unbound)} if takes_all else {*alone})
+
+    def freed_wrappers(self, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return wrappers of released models that are stepped by optimizers which come without a model.
+
+        transformers' Trainer keeps DDP's wrapper when it frees the memory of a training, and trains again in it.
+        """
+        of_models = {id(p) for model in models for p in model.parameters()}
+        left = {id(p) for each in optimizers if not self.units_of(each) for p in parameters_of(each)} - of_models
+        freed = [model for wrapper in self._freed_wrappers if (model := wrapper()) is not None]
+        return [each for each in freed if self.find(each) is None and any(id(p) in left for p in each.parameters())]
 
     def refuse_shared(self, models: Iterable[nn.Module], replaced: Sequence[PreparedUnit]) -> None:
         """Refuse a trained parameter of two models: each would exchange its gradient, or shard it, by itself."""
@@ -154,6 +166,8 @@ class Prepared:
 
     def clear(self) -> None:
         """Let go of everything. Every rank calls it: an engine is taken off its model together."""
+        freed = [weakref.ref(each.unit.model) for each in self.units if each.unit.model is not each.unit.module]
+        self._freed_wrappers += freed
         for prepared in self.units:
             prepared.unit.release()
         for held in (self.units, self.optimizers, self.schedulers, self.dataloaders):

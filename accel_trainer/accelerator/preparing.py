@@ -353,6 +353,7 @@ class AcceleratorPreparing(AcceleratorSettings):
     ) -> dict[int, nn.Module]:
         """Prepare models that are not yet, once all of them are checked; return the models to call, by id."""
         self._check_rollbacks(optimizers)
+        models = [*models, *self._prepared.freed_wrappers(optimizers, models)]
         found = {id(model): self._prepared.find(model) for model in models}
         new = {id(m): m for m in models if _needs_preparing(found[id(m)], request)}
         replaced = [unit for key, unit in found.items() if key in new and unit is not None]
@@ -386,11 +387,12 @@ class AcceleratorPreparing(AcceleratorSettings):
             self.strategy.check(job, self.precision, self.process)
 
     def _build_job(self, model: nn.Module, optimizers: list[Optimizer], request: _Request) -> TrainJob:
+        is_placed = request.placements.get(id(model), self.device_placement)
         return TrainJob(
             model=model,
             optimizers=optimizers,
             resolved=self._engine_plugins.edited(self.resolved),
-            device_placement=request.placements[id(model)] and not self.verify_device_map(model),
+            device_placement=is_placed and not self.verify_device_map(model),
             is_offloaded=is_offloaded(model),
             evaluation_only=request.evaluation_only,
             wrap_policy=self._options.wrap_policy,

@@ -269,6 +269,29 @@ def test_prepared_objects_lead_to_their_unit_until_they_are_released():
     assert again.optimizer is stepped.optimizer
 
 
+def train_in_a_freed_wrapper() -> tuple[list[float], bool]:
+    """Train as transformers does a second time: its optimizer is prepared alone, and DDP wrapper was kept."""
+    accelerator = Accelerator(cpu=True, strategy="ddp")
+    body, _ = two_models()
+    wrapped, optimizer = accelerator.prepare(body, SGD(body.parameters(), lr=0.1))
+    for update in range(2):
+        accelerator.backward(wrapped(torch.full((1, 2), update + accelerator.process_index + 1.0)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        if update == 0:
+            accelerator.free_memory()
+            optimizer = accelerator.prepare(optimizer)
+    return body.weight.detach().flatten().tolist(), accelerator.prepare(wrapped) is wrapped
+
+
+def test_an_optimizer_trains_again_in_the_wrapper_whose_memory_was_freed():
+    body, _ = two_models()
+    expected = (body.weight - 0.1 * (1.5 + 2.5)).flatten().tolist()  # the mean rows of both ranks
+    for weights, is_kept in run_ranks(train_in_a_freed_wrapper, 2):
+        assert weights == pytest.approx(expected)
+        assert is_kept
+
+
 # --- what one Accelerator has prepared, and another is given: a second cell of a notebook -----------------------------
 
 
