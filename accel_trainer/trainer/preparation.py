@@ -556,8 +556,10 @@ class ModelPreparation:
 
     def _create_optimizer(self, trainer: Trainer, max_steps: int) -> Any:
         optimizer = create_optimizer(trainer, max_steps)
-        # Of a model whose every parameter decays, or none. DeepSpeed drops empty groups, and schedules count them.
-        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        # Of a model whose every parameter decays, or none. DeepSpeed drops empty groups, and schedules count them: a
+        # schedule of the user's does already, and is refused with its group.
+        if trainer.lr_scheduler is None:
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
 
     def _restore(self, trainer: Trainer, state: dict[str, Any]) -> None:

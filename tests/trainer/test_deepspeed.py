@@ -337,6 +337,13 @@ def test_the_state_of_an_engine_is_not_left_out_without_one(tmp_path):
         build_trainer(tmp_path / "again").train(resume_from_checkpoint=path)
 
 
+def train_with_an_empty_group(output_dir: str) -> None:
+    trainer = build_trainer(output_dir, deepspeed=STAGE_2)
+    trainer.optimizer = torch.optim.AdamW([{"params": [*trainer.model.parameters()]}, {"params": []}])
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1.0)
+    trainer.train()
+
+
 def refusals(output_dir: str) -> list[str]:
     messages = []
     path = engine_checkpoint_of(Path(output_dir), 4)
@@ -344,6 +351,7 @@ def refusals(output_dir: str) -> list[str]:
         lambda: build_trainer(output_dir, deepspeed=STAGE_2, auto_find_batch_size=True),
         lambda: build_trainer(output_dir, deepspeed=STAGE_2).hyperparameter_search(),
         lambda: build_trainer(output_dir, deepspeed=STAGE_2).train(resume_from_checkpoint=path),
+        lambda: train_with_an_empty_group(output_dir),
     ):
         try:
             call()
@@ -354,8 +362,9 @@ def refusals(output_dir: str) -> list[str]:
 
 @pytest.mark.multirank
 def test_what_an_engine_cannot_do_is_refused(tmp_path):
-    search, trials, other_ranks = run_ranks(refusals, 1, str(tmp_path), timeout=100)[0]
+    search, trials, other_ranks, group = run_ranks(refusals, 1, str(tmp_path), timeout=100)[0]
 
     assert "auto_find_batch_size is set with strategy 'deepspeed', whose engine is built for one batch size" in search
     assert "hyperparameter_search() builds a model and an optimizer for each trial" in trials
     assert "was written by DeepSpeed's engine on 4 ranks, and this run has 1" in other_ranks
+    assert "group 1 of AdamW has no parameters, and DeepSpeed drops such groups, so that a scheduler" in group
