@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import profiler
 
-from accel_trainer.checkpoint.checkpointer import SaveErrorAction, SavePolicy
+from accel_trainer.checkpoint.background import SaveErrorAction, SavePolicy
 from accel_trainer.config import CompileConfig, field_specs
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.strategies.comm_hooks import CommHook, DDPCommunicationHookType

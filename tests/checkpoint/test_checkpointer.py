@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from accel_trainer.checkpoint.checkpointer import Checkpointer, SaveJob, SavePolicy
+from accel_trainer.checkpoint.background import SavePolicy
+from accel_trainer.checkpoint.checkpointer import Checkpointer, SaveJob
 from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from accel_trainer import ProjectConfiguration
-from accel_trainer.checkpoint import checkpointer, disk
+from accel_trainer.checkpoint import background, disk
 from accel_trainer.checkpoint.publication import Publication
 from accel_trainer.checkpoint.reader import open_checkpoint
 from accel_trainer.errors import ConfigError, DiskFullError
@@ -102,7 +102,7 @@ class FullDisk:
     def __init__(self, run: SavedRun) -> None:
         self.slept: list[float] = []
         self.is_ours = run.accelerator.process_index == 1
-        checkpointer.time = SimpleNamespace(sleep=self.sleep, perf_counter=time.perf_counter)
+        background.time = SimpleNamespace(sleep=self.sleep, perf_counter=time.perf_counter)
 
     def begin(self) -> None:
         self.slept.clear()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from accel_trainer import Accelerator, InitProcessGroupKwargs, PartialState
-from accel_trainer.checkpoint.checkpointer import BackgroundSaver
+from accel_trainer.checkpoint.background import BackgroundSaver
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime import process as process_module
 from accel_trainer.runtime.collectives import gather_object

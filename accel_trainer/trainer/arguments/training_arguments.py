@@ -30,7 +30,7 @@ from accel_trainer.accelerator.shared_state import (
     stated_waits,
 )
 from accel_trainer.big_models.device_map import convert_file_size_to_int
-from accel_trainer.checkpoint.checkpointer import SavePolicy
+from accel_trainer.checkpoint.background import SavePolicy
 from accel_trainer.checkpoint.reader import check_verify
 from accel_trainer.config import Compat, LossDivision, LossImplementation, Resolved, Source, SourceKind, field_specs
 from accel_trainer.config.description import documentation

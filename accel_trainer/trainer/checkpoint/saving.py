@@ -27,8 +27,9 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from accel_trainer import logging
+from accel_trainer.checkpoint.background import save_persistently
 from accel_trainer.checkpoint.changed_run import RECORD_KEY
-from accel_trainer.checkpoint.checkpointer import Checkpointer, CheckpointMetrics, SaveJob, save_persistently
+from accel_trainer.checkpoint.checkpointer import Checkpointer, CheckpointMetrics, SaveJob
 from accel_trainer.checkpoint.disk import open_own, read_regular
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.weights.adapters import (
