@@ -473,7 +473,8 @@ class _SequenceForward(ReplacedForward):
         if given.get("past_key_values") is not None or given.get("use_cache") or isinstance(keep, Tensor) or keep:
             return self.own(**given)
         self._check(given)
-        as_tuple = not given.pop("return_dict", self.module.config.return_dict)
+        asked = given.pop("return_dict", None)  # which PEFT gives as None
+        as_tuple = not (self.module.config.return_dict if asked is None else asked)
         output = self._run(given, skips_logits)
         return output.to_tuple() if as_tuple else output
 
