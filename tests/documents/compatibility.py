@@ -6,12 +6,21 @@ A row is a test of tests/conformance, a column a layout that it runs on: the par
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.conformance import test_chunked_loss, test_conformance, test_several, test_techniques, test_windows
+from tests.conformance import (
+    test_chunked_loss,
+    test_conformance,
+    test_features,
+    test_several,
+    test_techniques,
+    test_windows,
+)
+from tests.conformance.test_features import Feature
+from tests.conformance.test_techniques import Technique
 from tests.odd import THINGS
 from tests.odd.loop import WHOLE
 from tests.release.floors import PROJECT, floors
@@ -80,32 +89,37 @@ def _versions() -> str:
     return "\n".join([*lines, *(f"| {tests} | {', '.join(names)} |" for tests, names in rows.items())]) + "\n"
 
 
-def _odd() -> str:
-    """Return a line for each odd thing: = where it is as a plain loop, else the number of the refusal's words."""
+def _noted(columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], mark: str) -> str:
+    """Return a table with `mark` where nothing is refused, else the number of the refusal's words, which follow it."""
     notes: dict[str, int] = {}
-    lines = [f"| | {' | '.join(WHOLE)} |", f"|---|{':-:|' * len(WHOLE)}"]
-    for odd in THINGS.values():
-        gaps = {column: f"(neither) {words}" for column in WHOLE if (words := odd.gap(column))}
-        words = [gaps.get(column) or odd.refusal(column) for column in WHOLE]
-        cells = [str(notes.setdefault(each, len(notes) + 1)) if each else "=" for each in words]
-        lines.append(f"| {odd.title} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"{number}. {words}" for words, number in notes.items())]) + "\n"
-
-
-def _techniques() -> str:
-    """Return a line for each technique: a tick where it is tested, else the number of the refusal's words."""
-    columns, notes = test_techniques.COLUMNS, dict[str, int]()
     lines = [f"| | {' | '.join(columns)} |", f"|---|{':-:|' * len(columns)}"]
-    for asked in test_techniques.TECHNIQUES.values():
-        words = [asked.refused.get(column) for column in columns]
-        cells = [str(notes.setdefault(each, len(notes) + 1)) if each else "✓" for each in words]
-        lines.append(f"| {asked.title} | {' | '.join(cells)} |")
+    for title, refusals in rows:
+        cells = [str(notes.setdefault(words, len(notes) + 1)) if words else mark for words in refusals]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {words}" for words, number in notes.items())]) + "\n"
+
+
+def _odd() -> str:
+    def words(odd: Any, column: str) -> str:
+        gap = odd.gap(column)
+        return f"(neither) {gap}" if gap else odd.refusal(column)
+
+    rows = ((odd.title, [words(odd, column) for column in WHOLE]) for odd in THINGS.values())
+    return _noted(WHOLE, rows, "=")
+
+
+def _asked(columns: Sequence[str], asked: Iterable[Technique | Feature]) -> str:
+    return _noted(columns, ((each.title, [each.refused.get(column, "") for column in columns]) for each in asked), "✓")
 
 
 _TABLES = {
-    "strategies": _strategies, "states": _states, "versions": _versions, "odd": _odd, "techniques": _techniques
-}  # fmt: skip
+    "strategies": _strategies,
+    "states": _states,
+    "versions": _versions,
+    "odd": _odd,
+    "techniques": lambda: _asked(test_techniques.COLUMNS, test_techniques.TECHNIQUES.values()),
+    "features": lambda: _asked(test_features.COLUMNS, test_features.FEATURES.values()),
+}
 
 
 def replace_tables(text: str) -> str:
