@@ -36,6 +36,7 @@ from accel_trainer.checkpoint.weights.weight_files import make_tensors, save_wei
 from accel_trainer.config import NonFiniteAction
 from accel_trainer.data.loader import LoaderCheckpoint
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, DesyncError
+from accel_trainer.runtime.collective_checks import check_all_come
 from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_module
 from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import StopPoint, run_until_stop, warn_of_new_beginning
@@ -57,6 +58,11 @@ _TOKENS_KEY = "tokens_seen"
 """Of a manifest's metadata: the tokens of all ranks until then, where meters have counted them."""
 _FINITE_KEY = "finite_up_to"
 """Of a manifest's metadata, where all weights were looked at and are numbers: the largest that their dtypes have."""
+
+_SAVED_BY_ALL = (
+    "All ranks call save_state(), since each writes a part, also under DDP: take it out of `if "
+    "accelerator.is_main_process`"
+)
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 """Called with the models, their weights, and the directory to write into."""
@@ -251,6 +257,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         else:
             directory, name, number = self._checkpoints_directory(), None, configuration.iteration
         section = f"save to {output_dir or configuration.project_dir}"
+        self._await_all_ranks()
         if self._has_no_time(section):
             return None
         if not self._has_looked_for_states:
@@ -275,6 +282,11 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             configuration.iteration = 1 + int(saved.name.removeprefix(PREFIX))
             self._has_own_states = True
         return saved
+
+    def _await_all_ranks(self) -> None:
+        """Refuse a save that some ranks do not come to. Where ranks may be lost, those left begin the save again."""
+        if self.lost_ranks is None:
+            check_all_come("save_state", self.process, debug=self.config.debug, way_out=_SAVED_BY_ALL)
 
     def _has_no_time(self, section: str) -> bool:
         """Whether the machine goes before a save at a stop would be complete, which is said then. Collective."""

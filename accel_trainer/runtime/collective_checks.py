@@ -63,6 +63,20 @@ def note_call(
         _check_records(watch, calls.last[-1])
 
 
+def check_all_come(name: str, process: ProcessContext, *, debug: bool, way_out: str) -> None:
+    """Note a call that every rank makes, and wait until all are there, through the job's store. Every rank calls it.
+
+    Raises:
+        DesyncError: another rank waits in another collective, or the ranks have called different ones before.
+    """
+    try:
+        note_call(name, process, checked=[] if debug else None)
+        if not debug and (watch := recording_watch(process)) is not None:
+            _check_records(watch, name)
+    except DesyncError as error:
+        raise DesyncError(f"{error}. {way_out}") from None
+
+
 def recording_watch(process: ProcessContext) -> RankWatch | None:
     """Return the watch that notes this thread's collectives over `process`; None where nothing is noted."""
     watch = current_watch()

@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat, takewhile
 from pathlib import Path
 from types import FrameType
@@ -115,8 +115,8 @@ class RankState:
     stack: str
     limit_seconds: float
     """How long it may make no progress there."""
-    still_seconds: float
-    """For how long it has not moved at all."""
+    still_seconds: float = field(compare=False)
+    """For how long it has not moved at all. Two looks at one place differ in it, and are of the same state."""
 
 
 class _Call(NamedTuple):
