@@ -278,7 +278,10 @@ def say_why(parallel: dict[str, int]) -> str:
     ("parallel", "reason"),
     [
         ({}, "its shards of the model, or of the optimizer's state, are lost with the rank"),
-        ({"dp_replicate_size": 2}, "FSDP2 has the groups of its replicas (dp_replicate_size) in the mesh of each"),
+        (
+            {"dp_replicate_size": 2},
+            "some shards of a replica (dp_replicate_size) may have had the update in which the rank was lost",
+        ),
     ],
     ids=["shards", "replicas"],
 )

@@ -85,11 +85,13 @@ class FSDP2Unit(NativeUnit):
         mesh = _common_mesh(self.module.parameters())
         if mesh is None or "replicate" not in (mesh.mesh_dim_names or ()):
             return super().why_irreplaceable()
-        # They are in HSDPMeshInfo of every group of parameters, in the DTensorSpec of every parameter, and in what a
-        # forward or backward that was interrupted has left of both (torch 2.13).
+        # Another mesh can be put into torch 2.13: into FSDPParamGroup, FSDPParam and the DTensorSpec of parameters and
+        # optimizer state (tried on 2 x 2 ranks after an interrupted backward: weights within 1e-16). But each shard is
+        # averaged in a group of its own, and a rank whose average has come steps when its neighbour's has not: that
+        # one's is nowhere else. It takes a vote of all ranks before each step, and whoever passes it vouches for all.
         return (
-            "FSDP2 has the groups of its replicas (dp_replicate_size) in the mesh of each parameter, where torch "
-            "cannot exchange them"
+            "some shards of a replica (dp_replicate_size) may have had the update in which the rank was lost, and "
+            "others not, which no other rank could give them"
         )
 
     def set_gradient_sync(self, enabled: bool) -> None:
