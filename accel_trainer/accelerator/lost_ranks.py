@@ -171,6 +171,11 @@ class LostRanks:
         (PROGRESS.updates,) = given
         return True
 
+    @property
+    def is_given(self) -> bool:
+        """Whether the present update has come from another rank."""
+        return self._given is not None and not self._is_calling
+
     def note_update(self) -> None:
         """Note that an update has been applied."""
         self._is_in_update = False
@@ -273,16 +278,19 @@ class LostRanks:
         before = survivors.members
         said = survivors.agree(self._facts(accelerator, number), group_timeout().total_seconds())
         gone = ", ".join(map(str, sorted({*before} - {*survivors.members})))
-        ahead = max(each["place"] for each in said)
-        behind = {
-            rank: own["place"] for rank, own in zip(survivors.members, said, strict=True) if own["place"] != ahead
-        }
+        places = {rank: each["place"] for rank, each in zip(survivors.members, said, strict=True)}
         self._settle(said, number, gone, error)
         if survivors.members == before:
             return
+        rejoin(accelerator.process, survivors)
+        # More may be lost by now: where all that were ahead are, the others begin together again.
+        places = {rank: place for rank, place in places.items() if rank in survivors.members}
+        ahead = max(places.values())
+        behind = {rank: place for rank, place in places.items() if place != ahead}
         if survivors.rank in behind and ahead[0] > self.num_updates:
             self.note_update()  # which is complete once its result is here
-        has_joined, num_left = self._share_out(accelerator, number), len(survivors.members)
+        self._share_out(accelerator)
+        has_joined, num_left = number in survivors.members, len(survivors.members)
         self._level(accelerator, behind, ahead)
         if gone:
             logger.warning(
@@ -303,7 +311,8 @@ class LostRanks:
         survivors, units = self._survivors, accelerator._prepared.units
         reason = self._why_not_now(survivors.lost.intersection(survivors.members)) or self._why_not_joined(number)
         windows = [prepared.window.held * self._is_in_update for prepared in units]
-        ends_update = not self.takes_windows and all(prepared.window.is_last for prepared in units)
+        # A Trainer that is one update behind stands in the last exchange of it, which the others have had.
+        ends_update = self.takes_windows or all(prepared.window.is_last for prepared in units)
         return {
             "reason": reason,
             "place": [self.num_updates, self.num_calls, *windows],
@@ -361,7 +370,8 @@ class LostRanks:
             write_stderr(f"a process that was started in the place of a lost rank ends: {refused}")
             raise SystemExit(0)
         try:
-            self._share_out(accelerator, survivors.rank)
+            rejoin(accelerator.process, survivors)
+            self._share_out(accelerator)
             state = receive(0, accelerator.process.device)
             take_state(accelerator, state["accelerator"], survivors.rank)
             self._take_place(accelerator, state["place"])
@@ -413,8 +423,6 @@ class LostRanks:
     def _level(self, accelerator: Accelerator, behind: Mapping[int, list[int]], ahead: list[int]) -> None:
         """Give those that are one step behind what the others have: an update's state, or a collective's result."""
         members, process = self._survivors.members, accelerator.process
-        if not {*behind} < {*members}:
-            raise RankLostError("another rank was lost while some had to be given an update that others had completed")
         source = next(number for number, rank in enumerate(members) if rank not in behind)
         for rank, (num_updates, _, *windows) in behind.items():
             is_update, to_rank = num_updates < ahead[0], members.index(rank)
@@ -447,11 +455,9 @@ class LostRanks:
             raise error
         self.go_on(error)
 
-    def _share_out(self, accelerator: Accelerator, number: int | None) -> bool:
-        """Form the group of the members, and share the updates out among them; return whether `number` is one."""
-        process, survivors = accelerator.process, self._survivors
-        num_rounds = self._rounds_per_update
-        rejoin(process, survivors)
+    def _share_out(self, accelerator: Accelerator) -> None:
+        """Share the updates out among the ranks of the present group."""
+        process, num_rounds = accelerator.process, self._rounds_per_update
         self.left = RanksLeft(num_rounds, process.world_size, process.rank)
         for prepared in accelerator._prepared.units:
             prepared.unit.rejoin(in_update=self._is_in_update)
@@ -467,7 +473,6 @@ class LostRanks:
         self._is_in_update, self._num_in_pass, self._num_yielded = False, 0, 0
         self.num_calls = 0
         self.announce()
-        return number in survivors.members
 
     def _share_loaders(self, accelerator: Accelerator, rounds: int) -> None:
         assert self.left is not None

@@ -377,7 +377,8 @@ class AcceleratorStepping(AcceleratorSettings):
         if not self._prepared.units:
             return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
         unit = self._unit_for(given)
-        if not self.gradient_state.sync_gradients:  # a rank was lost in it, and the update begins again
+        # A rank was lost in it, and the update begins again, or has come from another rank.
+        if not self.gradient_state.sync_gradients or (self.lost_ranks is not None and self.lost_ranks.is_given):
             return self._last_grad_norm
         norm = unit.clip_grad_norm(given, max_norm, norm_type)
         if norm is not None:

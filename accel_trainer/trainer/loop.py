@@ -244,8 +244,13 @@ class EpochRun:
                     raise  # behind the update, in what the callbacks of the ranks decide together
                 failure = error
             trainer.go_on_without(failure)
-            self.step, self.sync = step, None
+            self.sync = None
             self.reader.forget()
+            if lost.is_given:
+                trainer.current_flos += 0.0  # a whole number, of a rank that has counted none, is gathered as such
+                self._update()
+                return True
+            self.step = step
             trainer._tr_loss.copy_(loss)
             trainer.state.num_input_tokens_seen, trainer.current_flos = counts
 

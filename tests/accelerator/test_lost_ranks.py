@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator
+from accel_trainer.accelerator import lost_ranks
 from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.runtime.own_watch import current_watch
@@ -305,7 +306,21 @@ def train_behind(killed: tuple[Killed, ...], setup: Setup, folder: Path, failing
         LostRanks.call = lambda self, collective, **kwargs: call(  # type: ignore[method-assign]
             self, lambda: fail_once(collective()), **kwargs
         )
+    rejoin, launched_as = lost_ranks.rejoin, find_rank()
+
+    def rejoin_or_die(*args: Any) -> None:
+        if any(each.rank == launched_as and each.place == "meeting" for each in killed):
+            os.kill(os.getpid(), signal.SIGKILL)
+        rejoin(*args)
+
+    lost_ranks.rejoin = rejoin_or_die
     return train(killed, setup, folder)
+
+
+def test_those_ahead_are_lost_too_where_they_would_give_an_update(tmp_path: Path) -> None:
+    """The one that is left, which had not completed it, begins it again."""
+    run = functools.partial(run_ranks, train_behind, failing=Killed(1, 2, "backward"))
+    check(tmp_path, (Killed(2, 2, "optimizer"), Killed(0, 2, "meeting")), Setup(), world_size=3, left=[1], run=run)
 
 
 @pytest.mark.parametrize(
