@@ -288,6 +288,14 @@ class Checkpointer:
         # Of nodes with disks of their own each has to send the same saves: none is dropped that waits.
         return not (are_apart and is_busy)
 
+    def find_stored(self, is_wanted: Callable[[Manifest], bool]) -> str | None:
+        """Return the address of the newest complete checkpoint of the store that is wanted. Not collective."""
+        if self._store is None:
+            return None
+        store = self._open_store(self._store)
+        names = (name for name, manifest in store.complete(store.names()) if is_wanted(manifest))
+        return next((f"{self._store.rstrip('/')}/{name}" for name in names), None)
+
     def fetch(self, uri: str, directory: Path) -> Path:
         """Copy a checkpoint of an object store, or the newest of a run there, into a directory. Collective.
 

@@ -72,6 +72,23 @@ def test_nodes_that_lose_their_disks_go_on_from_the_store(
     assert_equal_runs(run_ranks(run, num_ranks, tmp_path / "second", "latest", **options), reference)
 
 
+def test_workers_that_are_started_again_on_empty_disks_go_on_from_the_store(tmp_path: Path) -> None:
+    """Without resume_from_checkpoint="auto": from what this job has saved, and not from what else is there."""
+
+    def restarted(rank: int) -> dict[str, str]:
+        return {**on_nodes(2)(rank), "TORCHELASTIC_RESTART_COUNT": "1"}
+
+    options: dict[str, Any] = {**ENGINES["ddp"], "samples": 20, "timeout": 100}
+    reference = run_ranks(straight, 2, str(tmp_path / "straight"), **options)
+    options["checkpoint_uri"] = f"file://{tmp_path}/store"
+    run_ranks(run, 2, tmp_path / "run", stop_at=6, env=on_nodes(2), **options)
+    shutil.rmtree(tmp_path / "run")
+    assert_equal_runs(run_ranks(run, 2, tmp_path / "run", env=restarted, **options), reference)
+    for node in (0, 1):  # which would have both if the run had begun anew
+        held = [checkpoint_of(tmp_path / "run", node, step).exists() for step in (3, 6)]
+        assert held == [False, True]
+
+
 def test_another_number_of_nodes_takes_what_the_store_has(tmp_path: Path) -> None:
     options: dict[str, Any] = {**ENGINES["fsdp_sharded"], "samples": 40, "dropout": 0.0, "timeout": 100}
     options |= {"checkpoint_uri": f"file://{tmp_path}/store", "lr_scheduler_type": "constant"}

@@ -390,19 +390,27 @@ def _select(trainer: Trainer, given: bool | str | os.PathLike[str], run_dir: Pat
 
 
 def find_own(run: RunCheckpoints, run_dir: Path) -> Path | bool | None:
-    """Return the newest checkpoint of this train(), True where it is the newest of all, or None. Collective."""
+    """Return the newest checkpoint of this train(), True where it is the newest of all, or None. Collective.
+
+    Where rank 0's disk has none, as of a machine that took another's place, it is the newest of the store.
+    """
     process = run.checkpointer.process
 
-    def find() -> Path | bool | None:
-        numbered = numbered_checkpoints(run_dir, PREFIX) if process.is_main else []
-        for index, (_, path) in enumerate(reversed(numbered)):
-            with suppress(CheckpointNotFoundError, IncompatibleCheckpointError):
-                progress = Manifest.read(path).metadata.get("trainer", {})
-                if isinstance(progress, dict) and progress.get("job") == run.job:
-                    return index == 0 or path
-        return None
+    def is_own(manifest: Manifest) -> bool:
+        progress = manifest.metadata.get("trainer", {})
+        return isinstance(progress, dict) and progress.get("job") == run.job
 
-    return gather_calls(process, f"selection of a checkpoint in {run_dir}", find)[0]
+    def find() -> Path | bool | str | None:
+        if not process.is_main:
+            return None
+        for index, (_, path) in enumerate(reversed(numbered_checkpoints(run_dir, PREFIX))):
+            with suppress(CheckpointNotFoundError, IncompatibleCheckpointError):
+                if is_own(Manifest.read(path)):
+                    return index == 0 or path
+        return run.checkpointer.find_stored(is_own)
+
+    found = gather_calls(process, f"selection of a checkpoint in {run_dir}", find)[0]
+    return run.checkpointer.fetch(found, run_dir) if isinstance(found, str) else found
 
 
 @contextmanager
