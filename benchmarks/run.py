@@ -93,6 +93,7 @@ BENCHMARKS = {
     "gather": lambda rounds: _two_processes("gathering.py", rounds),
     "offloading": lambda rounds: _with_peer("offloading.py", rounds),
     "ranks": lambda rounds: _rows_of([sys.executable, str(HERE / "layout_ranks.py"), str(rounds)], dict(os.environ)),
+    "losses": lambda rounds: _rows_of([sys.executable, str(HERE / "rank_loss_step.py"), str(rounds)], dict(os.environ)),
     "startup": lambda rounds: startup.measure(rounds, PEER if PEER.is_dir() else None),
 }
 

@@ -31,6 +31,8 @@ from accel_trainer.errors import RankLostError
 PREFIX = "accel_trainer/rank_loss"
 """Of the keys below in the job's store: of the store itself, whatever prefixes the ranks' own keys have."""
 _POLL_SECONDS = 0.1
+_SILENCE = timedelta(days=20)
+"""For which a rank waits for a word of the launcher at once: torch polls in milliseconds that fit 32 bits."""
 _WORD_SECONDS = 2.0
 """For the launcher, to say that a rank is gone whose connections have broken. It looks every 0.1 s by default."""
 _MEETING_SECONDS = 30.0
@@ -149,15 +151,21 @@ class LossNotice:
         """Say that the process of a rank is lost."""
         self.lost.append(self._numbers.get(rank, rank))
         self._store.set("lost", json.dumps(self.lost))
-        self._store.add("count", 1)
+        self._say()
 
     def replace(self, rank: int) -> dict[str, str]:
         """Announce a process in the place of a rank that is lost; return the variables that it is to be given."""
         number, self._num_started = self._num_started, self._num_started + 1
         self._numbers[rank] = number
         self._store.set("started", str(self._num_started))
-        self._store.add("count", 1)
+        self._say()
         return {RETURNS_VARIABLE: f"{number}/{self._num_first}"}
+
+    def _say(self) -> None:
+        """Have every rank look: each waits for a key of its own, which it can also set itself."""
+        count = self._store.add("count", 1)
+        for number in range(self._num_started):
+            self._store.set(f"word/{count}/{number}", "")
 
     def is_taken(self) -> bool:
         """Whether the others have met since the last loss of one of them."""
@@ -196,6 +204,8 @@ class Survivors:
         """Those in this process that begin updates again."""
         self._said: dict[str, str] = {}
         self._is_over = threading.Event()
+        self._num_words = 0
+        """Of the launcher, that this rank has read."""
         listening: dist.Store = dist.PrefixStore(PREFIX, store.clone())  # type: ignore[attr-defined]
         self._thread = threading.Thread(target=self._listen, args=(listening,), name="rank-loss", daemon=True)
         self._thread.start()
@@ -212,26 +222,33 @@ class Survivors:
 
     def close(self) -> None:
         """End the thread, and have the launcher end the others with a rank that is lost from here on."""
+        self._is_over.set()
         with suppress(RuntimeError):  # the launcher is gone
             if not self.is_alone:
                 self.announce("the run has come to its end")
                 self._store.set("ended", str(self.rank))
-        self._is_over.set()
+            self._store.set(f"word/{self._num_words + 1}/{self.rank}", "")
         self._thread.join(_WORD_SECONDS)
 
     def _listen(self, store: dist.Store) -> None:
-        known, num_started = 0, self._num_first
+        num_started, pending = self._num_first, {self.rank}
         try:
-            while not self._is_over.wait(_POLL_SECONDS):
+            while not self._is_over.is_set():
+                # Polls, ten a second, were 1 ms of processor time a second on each rank, and most runs lose nobody.
+                if pending or self.has_lost():
+                    self._is_over.wait(_POLL_SECONDS)
+                else:
+                    store.wait([f"word/{self._num_words + 1}/{self.rank}"], _SILENCE)
                 count = store.add("count", 0)
-                is_new, known = count != known, count
+                is_new, self._num_words = count != self._num_words, count
                 if is_new:
                     num_started = int(store.get("started")) if store.check(["started"]) else num_started
                     self.lost = frozenset(json.loads(store.get("lost")) if store.check(["lost"]) else ())
                 # One may be a member only since it is lost: those that connect to it would wait.
                 if self.has_lost() and (is_new or _before is not None):
                     close_connections()
-                for number in {*range(self._num_first, num_started)} - self._settled - self.returning:
+                pending = {*range(self._num_first, num_started)} - self._settled - self.returning
+                for number in pending:
                     self._look_at(number, store)
         except RuntimeError:  # the launcher is gone
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_trainer.runtime.alike_group import join_alike_group
-from accel_trainer.runtime.rank_loss import noting_connections
+from accel_trainer.runtime.rank_loss import LossNotice, Survivors, noting_connections
 from tests.ranks import run_ranks
 
 
@@ -25,6 +26,24 @@ def test_a_look_at_the_connections_leaves_no_descriptor_open() -> None:
             with noting_connections():
                 pass
         assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def lose_and_close() -> tuple[list[bool], bool, int]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    notice, survivors = LossNotice(store, 3), Survivors(store, 0, 3)
+    time.sleep(0.3)  # the thread waits by now
+    known = []
+    for rank in (1, 2):
+        notice.tell(rank)
+        known.append(survivors.knows_loss())
+        survivors.members.remove(rank)
+        time.sleep(0.3)
+    survivors.close()
+    return known, survivors._thread.is_alive(), len(survivors.lost)
+
+
+def test_word_of_each_loss_comes_to_a_thread_that_waits_and_ends_at_once() -> None:
+    assert run_ranks(lose_and_close, 1)[0] == ([True, True], False, 2)
 
 
 def call_collectives() -> dict[str, Any]:
