@@ -213,6 +213,7 @@ def _plan_table(plan: LayoutPlan, policies: Sequence[LayoutPlan], args: argparse
         ("parameters", plan.parameters, plan.peak_parts["parameters"]),
         ("gradients", plan.gradients, plan.peak_parts["gradients"]),
         ("optimizer state", plan.optimizer_state, plan.peak_parts["optimizer_state"]),
+        ("averages of the weights", *[plan.peak_parts["averages"]] * 2),
         ("buffers of the model", plan.peak_parts["buffers"], plan.peak_parts["buffers"]),
         ("gathered units, at most", plan.unsharded, plan.peak_parts["unsharded"]),
         ("buffers of collectives", None, plan.peak_parts["exchange"]),
@@ -291,7 +292,7 @@ def _launch_flags(plan: LayoutPlan) -> Iterator[str]:
 
 # --- the picture ------------------------------------------------------------------------------------------------------
 
-_COLOURS = ("#3b6ea5", "#7aa6d6", "#274b73", "#9a9a9a", "#d98c3f", "#e8bf8a", "#5f9e6e")
+_COLOURS = ("#3b6ea5", "#7aa6d6", "#274b73", "#8a6fb0", "#9a9a9a", "#d98c3f", "#e8bf8a", "#5f9e6e")
 _LEFT, _WIDTH, _BAR, _GAP, _TOP = 250, 560, 18, 8, 46
 
 
@@ -304,7 +305,7 @@ def _draw(plans: Sequence[LayoutPlan], limit: int | None) -> str:
     scale, height = _WIDTH / most, _TOP + len(plans) * (_BAR + _GAP) + 10
     drawn = []
     for index, part in enumerate(parts):
-        left = 10 + 115 * index
+        left = 10 + 108 * index
         drawn.append(f'<rect x="{left}" y="12" width="10" height="10" fill="{_COLOURS[index]}"/>')
         drawn.append(f'<text x="{left + 14}" y="21">{escape(part.replace("_", " "))}</text>')
     for row, plan in enumerate(plans):

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from accel_trainer.big_models.module_tensors import find_tied_parameters, retie_parameters
 from accel_trainer.checkpoint.shards import local_tensor
 from accel_trainer.config import Resolved
 from accel_trainer.config.parallel import AxisSizes, axis_sizes
@@ -33,6 +34,7 @@ from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import build_precision
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext, job_set_aside
+from accel_trainer.runtime.side_stream import SideStream
 from accel_trainer.runtime.torch_names import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, GROUPED_MM, UNIT_EXCHANGES
 from accel_trainer.runtime.torch_private import (
     OperationMode,
@@ -41,14 +43,15 @@ from accel_trainer.runtime.torch_private import (
     joined_groups,
     tree_leaves,
 )
-from accel_trainer.strategies.api import TrainJob, TrainUnit
+from accel_trainer.strategies.api import Strategy, TrainJob, TrainUnit
 from accel_trainer.techniques.chunked_loss import apply_chunked_loss
 
-_STATE = ("parameters", "gradients", "optimizer_state")
+_STATE = ("parameters", "gradients", "optimizer_state", "averages")
 """What fsdp.offload_params keeps in the host's memory."""
 PARTS = (*_STATE, "buffers", "unsharded", "exchange", "activations")
-"""What memory is for: `unsharded` are the gathered parameters of units, `exchange` flat buffers that collectives
-read and write, `activations` what the forward keeps for the backward, temporaries and gradients not reduced yet."""
+"""What memory is for: `averages` are those of `ema_decay`, `unsharded` are the gathered parameters of units, `exchange`
+flat buffers that collectives read and write, `activations` what the forward keeps for the backward, temporaries and
+gradients not reduced yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,49 +167,70 @@ def plan_layout(
     with fake_job(num_processes, min(cluster.ranks_per_node, num_processes)) as process:
         sizes = axis_sizes(resolved.config, resolved.describe, num_processes, process.num_nodes)
         strategy = load_strategy(strategy_name)
-        offloads, resolved = resolved.config.fsdp.offload_params, _as_planned(resolved)
-        in_shards = strategy.capabilities.shards_parameters
-        replicas = 1 if in_shards else num_processes
+        facts = strategy.capabilities
+        replicas = 1 if facts.shards_parameters else num_processes
         if replicas > 1:  # each takes the step of one process; what they exchange is in closed form below
             strategy = load_strategy("single")
-        strategy.readers(resolved, process)
-        recomputes = resolved.config.recomputation != "off"
-        options: Any = getattr(model, "config", None)
-        if recomputes and options is not None:
-            options.use_cache = False  # as transformers' Trainer has it, and without the warning
-        precision = build_precision(_as_on_cpu(resolved.config.mixed_precision), process.device)
-        job = TrainJob(model.to(dtype=workload.dtype).train(), [], resolved, device_placement=False)
-        apply_chunked_loss(job.model, resolved)
-        if in_shards:  # on meta: 4,096 shards of a tensor are as many views
-            unit = strategy.prepare(job, precision, process)
-        with fake_tensors():
-            model.to_empty(device="cpu")
-            if not in_shards:
-                unit = strategy.prepare(job, precision, process)
-            step = _Step(unit, resolved, workload)
-            # Its ranks pass over the rows of each other's experts.
-            step.ledger.share_of_experts = 1 / sizes.tp
-            step.run()
-        in_buckets = resolved.config.ddp.gradient_as_bucket_view if replicas > 1 else None
-        measured = _measure(step, in_buckets, _STATE if offloads else ())
+        offloaded, resolved = _STATE * resolved.config.fsdp.offload_params, _as_planned(resolved)
+        with strategy.planning(resolved, process) as (resolved, of_engine):
+            strategy.readers(resolved, process)
+            step = _take_step(strategy, model, resolved, process, workload)
+        # Of a job on the CPU, the device's memory is the host's.
+        on_host = (*offloaded, *of_engine) if workload.is_on_gpu else ()
+        if facts.builds_engine:
+            measured = _measure_engine(step, on_host)
+        else:
+            in_buckets = resolved.config.ddp.gradient_as_bucket_view if replicas > 1 else None
+            measured = _measure(step, in_buckets, on_host)
         calls = step.ledger.calls
         if replicas > 1:
             buckets = max(1, round(measured["gradients"] / 2**20 / resolved.config.ddp.bucket_cap_mb))
             calls = [_Call("all_reduce", tuple(range(replicas)), measured["gradients"] // buckets, buckets)]
+        # Ranks of one axis pass over the rows of each other's experts.
+        flops = step.ledger.flops + step.ledger.flops_of_experts // sizes.tp
         num_steps = resolved.config.accumulation.num_steps
         return LayoutPlan(
             strategy=strategy_name,
-            is_sharded=in_shards,
+            is_sharded=facts.shards_parameters,
             sizes={**sizes._asdict(), "ep": resolved.config.parallel.ep_size},
             num_readers=sizes.num_readers,
-            recomputes=recomputes,
+            recomputes=resolved.config.recomputation != "off",
             checkpointing=resolved.config.recomputation,
             assumes_balance=step.ledger.has_experts,
-            flops=step.ledger.flops,
+            flops=flops,
             rows=step.num_rows * sizes.num_readers * num_steps,
             **measured,
-            **_times(calls, sizes, cluster, step.ledger.flops),
+            **_times(calls, sizes, cluster, flops),
         )
+
+
+def _take_step(
+    strategy: Strategy, model: nn.Module, resolved: Resolved, process: ProcessContext, workload: Workload
+) -> _Step:
+    """Prepare a model and take an update; return what was counted."""
+    options: Any = getattr(model, "config", None)
+    if resolved.config.recomputation != "off" and options is not None:
+        options.use_cache = False  # as transformers' Trainer has it, and without the warning
+    facts, dtype = strategy.capabilities, workload.dtype
+    if facts.builds_engine and resolved.config.mixed_precision != MixedPrecision.NO:
+        dtype = torch.bfloat16  # an engine has weights of 16 bits, beside its own
+    precision = build_precision(_as_on_cpu(resolved.config.mixed_precision), process.device)
+    job = TrainJob(model.to(dtype=dtype).train(), [], resolved, device_placement=False)
+    apply_chunked_loss(job.model, resolved)
+    is_on_meta = facts.shards_parameters and not facts.builds_engine  # 4,096 shards of a tensor are as many views
+    unit = strategy.prepare(job, precision, process) if is_on_meta else None
+    with fake_tensors() as mode:
+        # Its cache would hold every storage that a tensor is set to.
+        mode.cache_enabled = not resolved.config.activation_offload
+        _take_memory(model)
+        step = _Step(model, resolved, workload)
+        if facts.builds_engine:
+            step.run_engine(
+                lambda optimizer: strategy.prepare(dataclasses.replace(job, optimizers=[optimizer]), precision, process)
+            )
+        else:
+            step.run(unit or strategy.prepare(job, precision, process))
+    return step
 
 
 def with_options(resolved: Resolved, **options: Any) -> Resolved:
@@ -235,16 +259,6 @@ def _strategy_of(resolved: Resolved, num_processes: int) -> str:
     name = resolved.config.strategy
     if name == "auto":
         name = "ddp" if num_processes > 1 else "single"
-    if name == "deepspeed":
-        raise ConfigError(
-            f"{resolved.describe('strategy')} allocates its memory by itself, and its layouts are not planned; plan "
-            "strategy 'fsdp2', which shards what ZeRO stage 3 does, or ask deepspeed.runtime.zero.stage3"
-        )
-    if resolved.config.activation_offload:
-        raise ConfigError(
-            f"{resolved.describe('activation_offload')} keeps in the host's memory what layers keep, and the plan is "
-            "that of one device; plan without it, and take activations away"
-        )
     if resolved.config.optimizer_in_backward:
         raise ConfigError(
             f"{resolved.describe('optimizer_in_backward')} updates parameters one by one while the backward goes on, "
@@ -253,16 +267,53 @@ def _strategy_of(resolved: Resolved, num_processes: int) -> str:
     return name
 
 
+def _take_memory(model: nn.Module) -> None:
+    """Move a model from the meta device to the one that is planned for; tied weights stay one."""
+    tied = find_tied_parameters(model)
+    model.to_empty(device="cpu")  # makes a tensor for each module that has one
+    retie_parameters(model, tied)
+
+
+class _CopiesNothing(SideStream):
+    """The stream of a device that is planned for, beside the one that computes; host memory is not counted."""
+
+    def __init__(self) -> None:
+        pass
+
+    def empty_host(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+    def copy(self, source: Tensor, target: Tensor, *, is_held: bool = False) -> None:
+        pass
+
+    def mark(self) -> None:
+        pass
+
+    def hand_over(self, event: Any, tensors: Iterable[Tensor]) -> None:
+        pass
+
+
+def _copy_beside(model: nn.Module) -> None:
+    """Have layers send what they keep to the host as on a GPU, where what is on its way is still on the device."""
+    for module in model.modules():
+        if (offload := getattr(vars(module).get("forward"), "offload", None)) is not None:
+            offload.copy_in(_CopiesNothing())
+
+
 # --- a step on tensors without memory ---------------------------------------------------------------------------------
 
 
 class _Step:
     """An update of a prepared model, and the ledger of it."""
 
-    def __init__(self, unit: TrainUnit, resolved: Resolved, workload: Workload) -> None:
-        self.unit, self.accumulation = unit, resolved.config.accumulation
-        self.ledger = _Ledger()
-        self.batch = _build_batch(unit.module, workload)
+    unit: TrainUnit
+    lasting: Mapping[str, Sequence[Tensor]]
+    """Of an engine, see `TrainUnit.lasting_tensors`."""
+
+    def __init__(self, module: nn.Module, resolved: Resolved, workload: Workload) -> None:
+        self.module, self.accumulation = module, resolved.config.accumulation
+        self.ledger, self.is_on_gpu = _Ledger(), workload.is_on_gpu
+        self.batch = _build_batch(module, workload)
         self.num_rows = len(next(iter(self.batch.values())))
         named = workload.optimizer
         self.optimizer = (
@@ -278,32 +329,73 @@ class _Step:
         """The number of the first storage of the optimizer's step."""
         self.size_of_temporaries = 1.0
         """Of the optimizer's step, times those that were counted."""
+        self.averages: list[Tensor] = []
+        self.begin = 0
+        """The number of events before the update whose peak counts."""
+        self.documents = nullcontext() if "position_ids" in self.batch else _one_document_in_each_row()
 
-    def run(self) -> None:
-        """Take the step. Micro-batches before the last one are alike, and one stands for them."""
-        module = self.unit.module
-        for tensor in (*module.parameters(), *module.buffers(), *self.batch.values()):
+    def run(self, unit: TrainUnit) -> None:
+        """Take the step of a prepared model."""
+        self.unit = unit
+        optimizer = self._begin()
+        unit.bind_optimizer(optimizer)
+        with self.ledger, _noting_resizes(self.ledger), self.documents, self.kernels:
+            self._train()
+            self._update(optimizer)
+
+    def run_engine(self, prepare: Callable[[Any], TrainUnit]) -> None:
+        """Prepare a model by what builds an engine around it with its optimizer, and take two updates.
+
+        The engine's buffers are counted as it makes them, by the end of the first update; the second one is counted.
+        """
+        # Conversions would swap tensors whose memory is counted; the module has its dtype and its device.
+        vars(self.module)["_apply"] = lambda *args, **kwargs: self.module
+        ledger, optimizer = self.ledger, self._begin()
+        ledger.is_of_engine = True
+        with ledger, _noting_resizes(ledger), self.documents, self.kernels:
+            self.unit = prepare(optimizer)
+            for _ in range(2):
+                self.begin, self.end_of_forward, first = len(ledger.events), 0, ledger.num_storages
+                ledger.flops = ledger.flops_of_experts = 0
+                ledger.calls.clear()
+                self._train()
+                self.gradients = ledger.held_since(first)
+                self.size_of_gradients = ledger.size_of(self.gradients)
+                self.unit.step()
+                self._average(self.module.parameters())
+        self.lasting = self.unit.lasting_tensors()
+        self.unit.release()
+
+    def _begin(self) -> torch.optim.Optimizer:
+        for tensor in (*self.module.parameters(), *self.module.buffers(), *self.batch.values()):
             self.ledger.hold(local_tensor(tensor))
-        optimizer = self.optimizer([p for p in module.parameters() if p.requires_grad])
-        self.unit.bind_optimizer(optimizer)
+        return self.optimizer([p for p in self.module.parameters() if p.requires_grad])
+
+    def _train(self) -> None:
+        """Do an update's forwards and backwards. Micro-batches before the last one are alike; one stands for them."""
+        if self.is_on_gpu:
+            _copy_beside(self.module)
         num_steps, each = self.accumulation.num_steps, self.accumulation.sync_each_batch
         micro_batches = [(1, True)] if num_steps == 1 else [(num_steps - 1, each), (1, True)]
-        documents = nullcontext() if "position_ids" in self.batch else _one_document_in_each_row()
-        with self.ledger, _noting_resizes(self.ledger), documents, self.kernels:
-            for self.ledger.weight, syncs in micro_batches:
-                self.unit.set_gradient_sync(syncs)
-                try:
-                    loss = self.compute_loss(self.unit.model, self.batch)
-                except (RuntimeError, AssertionError) as error:
-                    raise ConfigError(
-                        f"{type(module).__name__} cannot take a step on tensors without values "
-                        f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); plans are for models "
-                        "in which no shape and no branch depends on values"
-                    ) from error
-                self.end_of_forward = self.end_of_forward or len(self.ledger.events)
-                self.unit.backward(loss)
-                del loss
-            self._update(optimizer)
+        for self.ledger.weight, syncs in micro_batches:
+            self.unit.set_gradient_sync(syncs)
+            try:
+                loss = self.compute_loss(self.unit.model, self.batch)
+            except (RuntimeError, AssertionError) as error:
+                raise ConfigError(
+                    f"{type(self.module).__name__} cannot take a step on tensors without values "
+                    f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); plans are for models "
+                    "in which no shape and no branch depends on values"
+                ) from error
+            self.end_of_forward = self.end_of_forward or len(self.ledger.events)
+            self.unit.backward(loss)
+            del loss
+
+    def _average(self, parameters: Iterable[Any]) -> None:
+        if (averages := self.unit.averages) is not None:
+            averages.update()
+            found = map(averages.of, parameters)
+            self.averages = [local_tensor(average) for average in found if average is not None]
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         trained: list[Any] = [p for p in self.unit.module.parameters() if p.grad is not None]
@@ -319,6 +411,7 @@ class _Step:
             self.size_of_temporaries = sum(local_tensor(p).nbytes for p in trained) / max(updated, 1)
         self.first_temporary = self.ledger.num_storages
         self.unit.step()
+        self._average(trained)
         states = (optimizer.state[first[_kind_of_parameter(p)]] for p in trained)
         self.states = [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
@@ -416,14 +509,15 @@ class _Ledger(OperationMode):
         """What a storage is for, by its number."""
         self.calls: list[_Call] = []
         self.flops = 0
+        self.flops_of_experts = 0
+        self.is_of_engine = False
+        """Whether a value that is asked for is 0, as an engine's counts of overflows are; else it is an error."""
         self.has_experts = False
-        self.share_of_experts = 1.0
-        """Of the rows of experts' products, those that a rank computes."""
         self.weight = 1
         """How often in an update what happens now happens."""
         self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._sizes: list[int] = []
-        self._ranks = {str(group.group_name): tuple(dist.get_process_group_ranks(group)) for group in joined_groups()}
+        self._ranks: dict[str, tuple[int, ...]] = {}
 
     def hold(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage, which is counted from now on."""
@@ -439,6 +533,14 @@ class _Ledger(OperationMode):
     def num_storages(self) -> int:
         """Storages that have been counted, by whose number the next one goes."""
         return len(self._sizes)
+
+    def held_since(self, first: int) -> list[int]:
+        """Return the numbers of storages that are there, and have been counted since there were `first` of them."""
+        return [number for number in range(first, len(self._sizes)) if self._sizes[number]]
+
+    def size_of(self, numbers: Iterable[int]) -> int:
+        """Return the bytes of storages now."""
+        return sum(self._sizes[number] for number in numbers)
 
     def _count(self, number: int, num_bytes: int) -> None:
         self.events.append((number, num_bytes - self._sizes[number]))
@@ -459,18 +561,32 @@ class _Ledger(OperationMode):
             return NotImplemented  # it comes again, with local tensors
         if func is torch.ops.prim.device.default:
             return args[0].device  # half of all calls, each as long as a product's by torch's rules for such tensors
-        result = _run(func, args, kwargs or {})
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.hold(leaf)
+        result = self._answer(func, args) if func is _READ and self.is_of_engine else _run(func, args, kwargs or {})
+        self._hold_all(result)
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_collective(func, args, result)
         else:
-            is_of_experts = func.overloadpacket.__name__ == GROUPED_MM
-            self.has_experts |= is_of_experts
-            flops = _flops_of(func, args, kwargs or {}, result)
-            self.flops += int(self.weight * flops * (self.share_of_experts if is_of_experts else 1))
+            flops = self.weight * _flops_of(func, args, kwargs or {}, result)
+            if func.overloadpacket.__name__ == GROUPED_MM:
+                self.has_experts = True
+                self.flops_of_experts += flops
+            else:
+                self.flops += flops
         return result
+
+    def _answer(self, func: Any, args: Any) -> Any:
+        """Return a value that an engine reads: its own counts are known, what a device has counted is 0."""
+        try:
+            return func(*args)
+        except RuntimeError:
+            return 0.0 if args[0].is_floating_point() else 0
+
+    def _hold_all(self, values: Any, part: str | None = None) -> None:
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                number = self.hold(leaf)
+                if part is not None:
+                    self.parts.setdefault(number, part)
 
     def _note_collective(self, func: Any, args: Any, result: Any) -> None:
         kind, ranks = _kind_of(func.overloadpacket.__name__), self._ranks_of(args)
@@ -478,14 +594,16 @@ class _Ledger(OperationMode):
             return
         tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in (*args, result)]
         num_bytes = max(sum(tensor.nbytes for tensor in of_one) for of_one in tensors)
-        is_of_unit = func.overloadpacket.__name__ in UNIT_EXCHANGES
+        is_of_unit = self.is_of_engine or func.overloadpacket.__name__ in UNIT_EXCHANGES
         self.calls.append(_Call(kind, ranks, num_bytes, self.weight, is_of_unit))
         if is_of_unit:
-            for tensor in args[:2]:
-                self.parts.setdefault(self.hold(tensor), "exchange")
+            self._hold_all(args[:2], "unsharded" if self.is_of_engine and kind == "all_gather" else "exchange")
 
     def _ranks_of(self, args: Iterable[Any]) -> tuple[int, ...] | None:
         """Return the ranks that a collective is over: one of its arguments is their group, or its name."""
+        groups = joined_groups()
+        if len(groups) != len(self._ranks):  # an engine forms some of its own
+            self._ranks = {str(group.group_name): tuple(dist.get_process_group_ranks(group)) for group in groups}
         for value in args:
             if isinstance(value, str) and value in self._ranks:
                 return self._ranks[value]
@@ -493,6 +611,9 @@ class _Ledger(OperationMode):
                 with suppress(RuntimeError):  # a handle of something else: of the operation of a sum, for one
                     return self._ranks[str(dist.ProcessGroup.unbox(value).group_name)]
         return None
+
+
+_READ = torch.ops.aten._local_scalar_dense.default
 
 
 def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -615,20 +736,36 @@ def _measure(step: _Step, in_buckets: bool | None, on_host: Sequence[str]) -> di
     ledger, module = step.ledger, step.unit.module
     parameters = [local_tensor(p) for p in module.parameters()]
     gradients = [local_tensor(gradient) for gradient in step.gradients]
-    states = [local_tensor(state) for state in step.states]
-    named = [("parameters", parameters), ("buffers", module.buffers()), ("gradients", gradients)]
-    for part, tensors in (*named, ("optimizer_state", states)):
+    states, averages = [local_tensor(state) for state in step.states], step.averages
+    kept = {"parameters": parameters, "gradients": gradients, "optimizer_state": states, "averages": averages}
+    for part, tensors in ({**kept, "buffers": module.buffers()}).items():
         ledger.parts.update((ledger.hold(tensor), part) for tensor in tensors)
-    sizes = {
-        "parameters": sum(x.nbytes for x in parameters),
-        "gradients": sum(x.nbytes for x in gradients),
-        "optimizer_state": sum(x.nbytes for x in states),
-    }
+    sizes = {part: sum(tensor.nbytes for tensor in tensors) for part, tensors in kept.items()}
     # From the second update on there is state at all times, and DDP has its buckets from the beginning.
-    fixed = {"optimizer_state": sizes["optimizer_state"]}
+    fixed = {part: sizes[part] for part in ("optimizer_state", "averages")}
+    del sizes["averages"]
     if in_buckets is not None:
         fixed["gradients" if in_buckets else "exchange"] = sizes["gradients"]
     return {**sizes, **_replay(step, fixed, on_host)}
+
+
+def _measure_engine(step: _Step, on_host: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a plan that are sizes, of an engine's update: what it holds at its begin is counted."""
+    parts, ledger = step.ledger.parts, step.ledger
+    lasting = {**step.lasting, "buffers": [*step.module.buffers()], "averages": step.averages}
+    numbers = {part: {ledger.hold(tensor) for tensor in tensors} for part, tensors in lasting.items()}
+    for part, held in numbers.items():
+        parts.update(dict.fromkeys(held, part))
+    gradients = [number for number in step.gradients if number not in parts]
+    parts.update(dict.fromkeys(gradients, "gradients"))
+    at_begin = Counter[int]()
+    for number, num_bytes in ledger.events[: step.begin]:
+        at_begin[number] += num_bytes
+    for number in +at_begin:
+        parts.setdefault(number, "exchange")  # buffers of the engine
+    sizes = {part: ledger.size_of(numbers[part]) for part in ("parameters", "optimizer_state")}
+    sizes["gradients"] = ledger.size_of(numbers["gradients"]) or step.size_of_gradients
+    return {**sizes, **_replay(step, {}, on_host)}
 
 
 def _replay(step: _Step, fixed: Mapping[str, int], on_host: Sequence[str]) -> dict[str, Any]:
@@ -644,7 +781,7 @@ def _replay(step: _Step, fixed: Mapping[str, int], on_host: Sequence[str]) -> di
         if part not in fixed or part == "exchange":
             held[part] += num_bytes
             total += num_bytes
-        if total > peak:
+        if total > peak and index > step.begin:
             peak, peak_parts = total, held.copy()
         unsharded = max(unsharded, held["unsharded"])
         if index == step.end_of_forward:

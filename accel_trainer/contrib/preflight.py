@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,6 +91,7 @@ class PlannedRun:
             is_trainer: whether options are named as TrainingArguments has them.
         """
         self._model = _without_memory(model)
+        self._plans: dict[Any, LayoutPlan] = {}
         self.process, self._workload = process, workload
         self._resolved, self._is_trainer = resolved, is_trainer
         self.limit, self.where = _memory_limit(process, memory)
@@ -98,17 +99,23 @@ class PlannedRun:
         self.rows = workload.batch if inputs is None else len(next(iter(inputs.values())))
         self.num_steps = resolved.config.accumulation.num_steps
 
-    @cached_property
+    @property
     def plan(self) -> LayoutPlan:
         """Plan of the run as it was asked for."""
         return self.replan()
 
     def replan(self, rows: int | None = None, **options: Any) -> LayoutPlan:
         """Return the plan with other rows in a micro-batch, of the same update, and other options at their paths."""
-        rows, process, inputs = rows or self.rows, self.process, self._workload.inputs
+        key = (rows or self.rows, tuple(sorted(options.items())))
+        if key not in self._plans:  # two searches for changes, for one, have most of them in common
+            self._plans[key] = self._plan(*key)
+        return self._plans[key]
+
+    def _plan(self, rows: int, options: tuple[tuple[str, Any], ...]) -> LayoutPlan:
+        process, inputs = self.process, self._workload.inputs
         num_steps = max(1, self.rows * self.num_steps // rows)
         accumulation = dataclasses.replace(self._resolved.config.accumulation, num_steps=num_steps)
-        resolved = with_options(self._resolved, accumulation=accumulation, **options)
+        resolved = with_options(self._resolved, accumulation=accumulation, **dict(options))
         if inputs is not None:
             inputs = {
                 name: each.new_empty((rows, *each.shape[1:]), device="meta") if len(each) == self.rows else each

@@ -117,12 +117,15 @@ def read_environment() -> dict[str, str]:
 
 
 @contextmanager
-def hidden_variable(name: str) -> Iterator[None]:
-    """Hide a variable from a library that would act on it, until the block is left."""
+def hidden_variable(name: str, stand_in: str | None = None) -> Iterator[None]:
+    """Hide a variable from a library that would act on it, or show it another value, until the block is left."""
     value = os.environ.pop(name, None)
+    if stand_in is not None:
+        os.environ[name] = stand_in
     try:
         yield
     finally:
+        os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
 

@@ -37,6 +37,10 @@ class SideStream:
         self._streams = torch.get_device_module(device)
         self._stream = self._streams.Stream(device=device)
 
+    def empty_host(self, num_bytes: int) -> Tensor:
+        """Return host memory to copy to and from; see `empty_pinned`."""
+        return empty_pinned(num_bytes)
+
     def entered(self) -> AbstractContextManager[Any]:
         """Context in which work is enqueued in this stream."""
         context: AbstractContextManager[Any] = self._streams.stream(self._stream)

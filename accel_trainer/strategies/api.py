@@ -16,8 +16,8 @@ windows of all have ended. Its state is saved with the units: each saves that of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -264,6 +264,13 @@ class TrainUnit(Protocol):
     def checkpoint_io(self) -> CheckpointIO:
         """Return the reader and writer of this unit's state: the model's, and that of the optimizers for it."""
 
+    def lasting_tensors(self) -> dict[str, list[Tensor]]:
+        """Return this rank's tensors that stay between updates, as "parameters", "gradients" and "optimizer_state".
+
+        Only an engine that builds flat buffers of its own is asked.
+        """
+        return {"parameters": [], "gradients": [], "optimizer_state": []}
+
     def local_bytes(self, *, in_window: bool = False) -> int:
         """Return about how many bytes this rank writes to save the unit, with gradients `in_window`. Not collective."""
         return 0
@@ -348,6 +355,16 @@ class Strategy(Protocol):
             ConfigError: the two contradict each other, or the engine cannot run here.
         """
         return resolved
+
+    @contextmanager
+    def planning(self, resolved: Resolved, process: ProcessContext) -> Iterator[tuple[Resolved, Collection[str]]]:
+        """Context in which a strategy prepares, and trains, a model without memory among ranks that do not exist.
+
+        Yields:
+            The configuration in force, as `start` returns it, and what is in host memory: some of "parameters",
+            "gradients" and "optimizer_state".
+        """
+        yield resolved, ()
 
     def readers(self, resolved: Resolved, process: ProcessContext) -> ProcessContext:
         """Return this process among the ranks that read different data. Collective: called once on every rank.

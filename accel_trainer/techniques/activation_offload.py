@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from accel_trainer.checkpoint.shards import local_tensor
-from accel_trainer.runtime.side_stream import SideStream, empty_pinned, has_streams
+from accel_trainer.runtime.side_stream import SideStream, has_streams
+from accel_trainer.runtime.torch_private import is_fake
 
 _LEAST_BYTES = 64 * 2**10
 """Less stays on the device: it would travel for a few microseconds, and take as long to be asked for."""
@@ -73,6 +74,10 @@ class ActivationOffload:
         self._coming: dict[int, _Arrival] = {}
         """By place, storages that come back ahead of their use."""
 
+    def copy_in(self, side: SideStream) -> None:
+        """Copy in a stream from now on, whatever the device: a plan has one that copies nothing."""
+        self._side = side
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (ActivationOffload, (self._device,))  # a copied model has nothing on its way
 
@@ -100,7 +105,7 @@ class ActivationOffload:
         return _View(sent, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _may_leave(self, tensor: Tensor) -> bool:
-        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        is_plain = (type(tensor) is Tensor or is_fake(tensor)) and tensor.layout is torch.strided
         return is_plain and tensor.device.type == self._device.type and not (tensor.is_conj() or tensor.is_neg())
 
     def send_results(self, results: Iterable[Any]) -> None:
@@ -120,7 +125,7 @@ class ActivationOffload:
         if self._side is None:
             sent = _Sent(storage, flat.to("cpu", copy=True), len(self._order))
         else:
-            sent = _Sent(storage, empty_pinned(len(flat)), len(self._order))
+            sent = _Sent(storage, self._side.empty_host(len(flat)), len(self._order))
             self._side.copy(flat, sent.host, is_held=True)
             self._leaving[sent.place] = _Arrival(storage, self._side.mark())
             self._settle(_MOST_BYTES_IN_FLIGHT)
@@ -202,6 +207,5 @@ def _total(arrivals: dict[int, _Arrival]) -> int:
 
 
 def _is_parameter(storage: Any, owners: Sequence[nn.Module]) -> bool:
-    address = storage.data_ptr()
     own = (parameter for module in owners for parameter in module.parameters(recurse=False))
-    return any(local_tensor(parameter).untyped_storage().data_ptr() == address for parameter in own)
+    return any(local_tensor(parameter).untyped_storage() is storage for parameter in own)

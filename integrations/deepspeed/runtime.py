@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.runtime.availability import is_deepspeed_available
-from accel_trainer.runtime.process import ProcessContext, form_group, read_environment
+from accel_trainer.runtime.process import ProcessContext, form_group, hidden_variable, read_environment
 
 if TYPE_CHECKING:
     from torch import nn
@@ -127,6 +127,34 @@ def join_engine_group(deepspeed: Any, process: ProcessContext) -> None:
             deepspeed.init_distributed(
                 dist_backend=get_accelerator().communication_backend_name(), auto_mpi_discovery=False, verbose=False
             )
+
+
+@contextlib.contextmanager
+def planned_engine() -> Iterator[None]:
+    """Context in which an engine is built for a plan; what DeepSpeed keeps of this process's job is back after it."""
+    import_deepspeed()
+    # By their own names: `deepspeed.comm` shows the functions of the first.
+    from deepspeed.accelerator import real_accelerator
+    from deepspeed.comm import comm
+    from deepspeed.runtime.zero import utils
+    from deepspeed.utils import groups
+
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (comm, "cdb", None),
+        (groups, "_WORLD_GROUP", None),
+        (groups, "mesh_device", None),
+        (real_accelerator, "ds_accelerator", real_accelerator.ds_accelerator),  # a plan's is the CPU
+        (utils, "get_lst_from_rank0", lambda values: values),  # rank 0 is the one that is planned
+    ]
+    inherited = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
+    try:
+        for each in stand_ins:
+            setattr(*each)
+        with hidden_variable("LOCAL_RANK", stand_in="0"):
+            yield
+    finally:
+        for each in inherited:
+            setattr(*each)
 
 
 def forget_module(module: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -18,7 +18,13 @@ from accel_trainer.checkpoint.weights.adapters import adapter_folders
 from accel_trainer.config import MixedPrecision, OutputDtype, Resolved, RunConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.config import EngineConfig, Fact, Facts, hidden_size_of, resolve_engine_config
-from accel_trainer.integrations.deepspeed.runtime import check_can_start, require_deepspeed, start_engine, watch_locks
+from accel_trainer.integrations.deepspeed.runtime import (
+    check_can_start,
+    planned_engine,
+    require_deepspeed,
+    start_engine,
+    watch_locks,
+)
 from accel_trainer.integrations.deepspeed.unit import BACKWARDS, DeepSpeedUnit, EvaluationUnit, release_earlier
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
 from accel_trainer.runtime.availability import is_transformers_available
@@ -145,10 +151,27 @@ class DeepSpeedStrategy(Strategy):
         start_engine(process, config.data)
         self._building = None  # of another configuration: transformers sees that it is gone
         self._building = _build_in_pieces(config)
-        own = resolved.config
-        accumulation = replace(own.accumulation, num_steps=config.accumulation_steps)
-        precision = MixedPrecision(config.precision)
-        return replace(resolved, config=replace(own, accumulation=accumulation, mixed_precision=precision))
+        return _in_force(resolved, config)
+
+    @contextmanager
+    def planning(self, resolved: Resolved, process: ProcessContext) -> Iterator[tuple[Resolved, Collection[str]]]:
+        """Build an engine for a plan; an optimizer that its configuration describes is the plan's own one."""
+        config = _resolve(resolved, process.world_size, partial=True)
+        left_out, precision = {"optimizer", "scheduler"}, resolved.config.mixed_precision
+        if config.precision == MixedPrecision.FP16:  # which CPUs do not train in, and whose sizes bf16 has
+            left_out, precision = left_out | {"fp16", "bf16"}, MixedPrecision.BF16
+        own = {name: value for name, value in config.data.items() if name not in left_out}
+        own["zero_optimization"] = {
+            # The device has as much memory left of a disk as of the host.
+            name: {**value, "device": "cpu"} if isinstance(value, Mapping) and value.get("device") == "nvme" else value
+            for name, value in config.value("zero_optimization", {}).items()
+        }
+        resolved = replace(resolved, config=replace(resolved.config, deepspeed=own, mixed_precision=precision))
+        config = _resolve(resolved, process.world_size, partial=True)
+        on_host = ["gradients", "optimizer_state"] * _is_offloaded(config, "optimizer")
+        on_host += ["parameters"] * _is_offloaded(config, "param")
+        with planned_engine():
+            yield _in_force(resolved, config), on_host
 
     def building(self, in_pieces: bool) -> AbstractContextManager[None]:
         """Return the context in which `from_pretrained` and `from_config` build in pieces, or in full."""
@@ -224,6 +247,18 @@ class DeepSpeedStrategy(Strategy):
         unit.averages = build_averages(job.model, job.config)
         _adapt_own_methods(unit, config, process)
         return unit
+
+
+def _in_force(resolved: Resolved, config: EngineConfig) -> Resolved:
+    """Return the configuration of a run with what the engine's own says."""
+    own = resolved.config
+    accumulation = replace(own.accumulation, num_steps=config.accumulation_steps)
+    precision = MixedPrecision(config.precision)
+    return replace(resolved, config=replace(own, accumulation=accumulation, mixed_precision=precision))
+
+
+def _is_offloaded(config: EngineConfig, name: str) -> bool:
+    return config.value(f"zero_optimization.offload_{name}.device") not in (None, "none")
 
 
 def _needs_engine(job: TrainJob, config: EngineConfig) -> bool:

@@ -547,6 +547,19 @@ class DeepSpeedUnit(TrainUnit):
         if averages := io.averaged_model():
             io.load_full_model_state(averages, strict=False)
 
+    def lasting_tensors(self) -> dict[str, list[Tensor]]:
+        """Return this rank's parameters, or shards of them, gradients, and the optimizer's state with fp32 weights."""
+        parameters = [getattr(each, "ds_tensor", each) for each in self.module.parameters()]
+        optimizer: Any = self._engine.basic_optimizer
+        # Stage 3 shows the optimizer its own fp32 weights in a step alone, the others all the time.
+        weights = getattr(self._zero, "fp32_partitioned_groups_flat", None)
+        if weights is None:
+            weights = [each for group in optimizer.param_groups for each in group["params"]]
+        states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        gradients = [each.grad for each in weights] + [getattr(self._zero, "grad_partitions_flat_buffer", None)]
+        held = [each for each in gradients if each is not None]
+        return {"parameters": parameters, "gradients": held, "optimizer_state": [*weights, *states]}
+
     def local_bytes(self, *, in_window: bool = False) -> int:
         """Return how many bytes this rank writes for the unit; the gradients of a window are not among them."""
         return self.checkpoint_io().local_bytes()

@@ -250,7 +250,11 @@ def test_attention_with_dropout_keeps_what_a_gpus_kernel_keeps():
 @pytest.mark.parametrize(
     ("options", "workload", "message"),
     [
-        ({"strategy": "deepspeed", "deepspeed": {"zero_optimization": {"stage": 3}}}, {}, "plan strategy 'fsdp2'"),
+        (
+            {"strategy": "deepspeed", "deepspeed": {"zero_optimization": {"stage": 0}}},
+            {},
+            "stage of the DeepSpeed conf",
+        ),
         ({"optimizer_in_backward": True}, {}, "optimizer_in_backward=true .* take gradients away"),
         ({"strategy": "fsdp2"}, {"optimizer": "adamv"}, "no optimizer 'adamv' in torch.optim; did you mean 'adam'"),
         ({"parallel": {"tp_size": 3}}, {}, "makes 3 process.es., and this job has 4"),
@@ -262,13 +266,46 @@ def test_what_cannot_be_planned_is_refused(options: dict[str, Any], workload: di
 
 
 def test_what_is_offloaded_is_no_memory_of_the_device():
-    kept = plan(4, {"strategy": "fsdp2"})
-    offloaded = plan(4, {"strategy": "fsdp2", "fsdp": {"offload_params": True}})
+    kept = plan(4, {"strategy": "fsdp2"}, is_on_gpu=True)
+    offloaded = plan(4, {"strategy": "fsdp2", "fsdp": {"offload_params": True}}, is_on_gpu=True)
     state = ("parameters", "gradients", "optimizer_state")
     assert [offloaded.peak_parts[part] for part in state] == [0, 0, 0]
     assert [getattr(offloaded, part) for part in state] == [getattr(kept, part) for part in state]
     assert (offloaded.activations, offloaded.unsharded) == (kept.activations, kept.unsharded)
     assert offloaded.peak < kept.peak - kept.parameters - kept.optimizer_state + 1
+
+
+def test_an_engines_offloaded_state_is_none_of_the_devices():
+    def of(**zero: Any) -> LayoutPlan:
+        options = {"zero_optimization": {"stage": 3, "reduce_bucket_size": 1000, **zero}}
+        return plan(2, {"strategy": "deepspeed", "deepspeed": options, "mixed_precision": "fp16"}, is_on_gpu=True)
+
+    host = {"device": "cpu"}
+    kept, state, everything = of(), of(offload_optimizer=host), of(offload_optimizer=host, offload_param=host)
+    numbers = 2 * LAYER + 2 * OUTER + NORM
+    assert (kept.parameters, kept.is_sharded) == (2 * numbers // 2, True)
+    assert kept.optimizer_state == pytest.approx(3 * 4 * numbers / 2, rel=0.001)  # fp32 weights, and both moments
+    assert kept.peak_parts["optimizer_state"] == kept.optimizer_state
+    assert (state.peak_parts["optimizer_state"], state.peak_parts["parameters"]) == (0, kept.parameters)
+    assert (everything.peak_parts["optimizer_state"], everything.peak_parts["parameters"]) == (0, 0)
+    assert everything.peak < state.peak < kept.peak - 0.9 * kept.optimizer_state
+    gathers = sum(each.num_bytes for each in kept.exchanges if each.kind == "all_gather")
+    assert gathers >= 2 * numbers  # once at least
+
+
+def test_what_layers_keep_leaves_a_gpu_but_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch):
+    inputs = {"input_ids": torch.empty(32, 256, dtype=torch.long, device="meta")}
+    options: dict[str, Any] = {"activation_checkpointing": "full"}
+
+    def activations(offloads: bool, **workload: Any) -> int:
+        return plan(1, {**options, "activation_offload": offloads}, inputs=inputs, **workload).activations
+
+    kept = activations(False, is_on_gpu=True)
+    assert activations(True, is_on_gpu=True) == kept  # less than 512 MiB, which are on their way
+    assert activations(True, is_on_gpu=False) == kept  # the host's memory is the device's
+    monkeypatch.setattr("accel_trainer.techniques.activation_offload._MOST_BYTES_IN_FLIGHT", 0)
+    inputs_of_layers = 2 * 4 * 32 * 256 * 64
+    assert activations(True, is_on_gpu=True) == pytest.approx(kept - inputs_of_layers, rel=0.01)
 
 
 def test_a_gpus_autocast_and_optimizers_take_more_than_those_of_a_cpu():
