@@ -126,8 +126,7 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
         for inputs in loader:
             valid = loader.rows.rows[accelerator.process_index]
             if folder is not None:
-                with open(folder / str(launched_as), "a") as file:
-                    file.write(json.dumps([counts.updates, counts.attempt, inputs["index"][:valid].tolist()]) + "\n")
+                note_samples(folder / str(launched_as), accelerator, counts, inputs["index"][:valid].tolist())
             pass_place("data")
             with accelerator.accumulate(model):
                 losses = model(**inputs)
@@ -195,12 +194,19 @@ def wait_until(happens: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+def note_samples(path: Path, accelerator: Accelerator, counts: Counts, samples: list[int]) -> None:
+    # A rank may have begun an update, and be lost, before the others have had the gather that comes before it.
+    num_meetings = 0 if accelerator.lost_ranks is None else accelerator.lost_ranks._survivors._num_meetings
+    with open(path, "a") as file:
+        file.write(json.dumps([counts.updates, [num_meetings, counts.attempt], samples]) + "\n")
+
+
 def samples_of_updates(folder: Path) -> list[list[int]]:
     """Return the samples of each update's last attempt, over all ranks, those that were killed included."""
-    found: dict[tuple[int, int], list[int]] = {}
+    found: dict[tuple[int, tuple[int, int]], list[int]] = {}
     for path in folder.glob("[0-9]"):
         for update, attempt, samples in map(json.loads, path.read_text().splitlines()):
-            found.setdefault((update, attempt), []).extend(samples)
+            found.setdefault((update, tuple(attempt)), []).extend(samples)
     return [sorted(found[each]) for each in dict(sorted(found)).items()]  # the last attempt of each update
 
 
@@ -337,6 +343,11 @@ def test_a_rank_behind_the_others_is_given_what_they_have(
     failing: Killed, killed: Killed, setup: Setup, tmp_path: Path
 ) -> None:
     check(tmp_path, (killed,), setup, run=functools.partial(run_ranks, train_behind, failing=failing))
+
+
+def test_samples_of_an_update_that_a_lost_rank_alone_had_begun_are_taken_once(tmp_path: Path) -> None:
+    run = functools.partial(run_ranks, train_behind, failing=Killed(1, 2, "gather"))
+    check(tmp_path, (Killed(0, 3, "data"),), Setup(), world_size=2, run=run)
 
 
 def test_ranks_at_different_updates_give_up_together() -> None:
