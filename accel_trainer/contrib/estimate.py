@@ -213,7 +213,7 @@ def _plan_table(plan: LayoutPlan, policies: Sequence[LayoutPlan], args: argparse
         ("parameters", plan.parameters, plan.peak_parts["parameters"]),
         ("gradients", plan.gradients, plan.peak_parts["gradients"]),
         ("optimizer state", plan.optimizer_state, plan.peak_parts["optimizer_state"]),
-        ("averages of the weights", *[plan.peak_parts["averages"]] * 2),
+        ("averages of the weights", plan.peak_parts["averages"] or None, plan.peak_parts["averages"] or None),
         ("buffers of the model", plan.peak_parts["buffers"], plan.peak_parts["buffers"]),
         ("gathered units, at most", plan.unsharded, plan.peak_parts["unsharded"]),
         ("buffers of collectives", None, plan.peak_parts["exchange"]),

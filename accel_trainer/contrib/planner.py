@@ -359,8 +359,8 @@ class _Step:
                 ledger.flops = ledger.flops_of_experts = 0
                 ledger.calls.clear()
                 self._train()
-                self.gradients = ledger.held_since(first)
-                self.size_of_gradients = ledger.size_of(self.gradients)
+                self.reduced = ledger.held_since(first)
+                self.size_of_gradients = ledger.size_of(self.reduced)
                 self.unit.step()
                 self._average(self.module.parameters())
         self.lasting = self.unit.lasting_tensors()
@@ -756,7 +756,7 @@ def _measure_engine(step: _Step, on_host: Sequence[str]) -> dict[str, Any]:
     numbers = {part: {ledger.hold(tensor) for tensor in tensors} for part, tensors in lasting.items()}
     for part, held in numbers.items():
         parts.update(dict.fromkeys(held, part))
-    gradients = [number for number in step.gradients if number not in parts]
+    gradients = [number for number in step.reduced if number not in parts]
     parts.update(dict.fromkeys(gradients, "gradients"))
     at_begin = Counter[int]()
     for number, num_bytes in ledger.events[: step.begin]:
