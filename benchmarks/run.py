@@ -15,6 +15,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import activations_step
@@ -34,6 +35,7 @@ from timing import Row, print_rows
 
 HERE = Path(__file__).parent
 PEER = HERE.parent / ".compat" / "accelerate"
+ECOSYSTEM = HERE.parent / ".compat" / "ecosystem"
 STORES = HERE.parent / ".compat" / "stores"
 
 
@@ -55,10 +57,20 @@ def _with_peer(script: str, rounds: int) -> list[Row]:
 
 
 def _two_processes(script: str, rounds: int, packages: Path | None = None) -> list[Row]:
-    launcher = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", "--num_processes", "2"]
+    return _processes(2, script, rounds, packages)
+
+
+def _processes(number: int, script: str, rounds: int, packages: Path | None = None) -> list[Row]:
+    launcher = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", "--num_processes", str(number)]
     paths = [str(packages or ""), os.environ.get("PYTHONPATH", "")]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return _rows_of([*launcher, str(HERE / script), str(rounds)], environ)
+
+
+def _peaks(ranks: int, rounds: int) -> list[Row]:
+    if not ECOSYSTEM.is_dir():
+        print(f"{ECOSYSTEM.relative_to(HERE.parent)} is not there: cases with PEFT are left out")
+    return _processes(ranks, "planned_peaks.py", rounds, ECOSYSTEM if ECOSYSTEM.is_dir() else None)
 
 
 def _with_store(rounds: int) -> list[Row]:
@@ -86,6 +98,7 @@ BENCHMARKS = {
     "data": data_loading.measure,
     "packing": packing.measure,
     "streams": streams.measure,
+    **{f"peaks{ranks}": partial(_peaks, ranks) for ranks in (1, 2, 4)},
     "checkpoints": checkpoints.measure,
     "background": lambda rounds: _two_processes("background_saves.py", rounds),
     "stores": _with_store,
