@@ -21,6 +21,7 @@ TORCH := torch==2.13.0
 # Releases of torch that PART is run on besides the pinned one: the oldest that is supported, between, and the newest.
 TORCHES := 2.11.0 2.12.1 2.14.1 2.15.0
 ACCELERATE := accelerate==1.15.0
+FABRIC := lightning-fabric==2.6.6 lightning-utilities==0.15.3
 # Libraries around transformers that tests/ecosystem trains with, each with what only it needs.
 ECOSYSTEM := peft==0.21.2 bitsandbytes==0.50.2 $(ACCELERATE) psutil
 ECOSYSTEM += trl==1.16.0 sentence-transformers==6.2.0 setfit==1.2.0
@@ -210,7 +211,7 @@ format: $(VENV)/.dev ## mend what ruff can mend
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: $(VENV)/.installed .compat/accelerate/.installed .compat/stores/.installed ## compare with plain PyTorch and with upstream's Trainer
+bench: $(VENV)/.installed .compat/accelerate/.installed .compat/fabric/.installed .compat/stores/.installed ## compare with plain PyTorch, upstream's Trainer and Fabric
 	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
 
 .PHONY: gpu
@@ -251,6 +252,11 @@ $(VENV)/.dev: $(VENV)/.installed
 .compat/accelerate/.installed: $(VENV)/.torch
 	rm -rf $(@D)
 	$(INSTALL) --no-deps --target $(@D) $(ACCELERATE) psutil
+	@touch $@
+
+.compat/fabric/.installed: Makefile | $(VENV)/.torch
+	rm -rf $(@D)
+	$(INSTALL) --no-deps --target $(@D) $(FABRIC)
 	@touch $@
 
 .compat/docs/.installed: Makefile | $(VENV)/.created

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from timing import SHORT, Row, interleave, ratio_row
 from torch import nn
@@ -12,7 +14,7 @@ from accel_trainer import Accelerator
 NUM_SAMPLES, BATCH_SIZE = 6400, 16
 
 
-def _parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, torch.optim.lr_scheduler.LRScheduler]:
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, torch.optim.lr_scheduler.LRScheduler]:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(NUM_SAMPLES, 32), torch.randn(NUM_SAMPLES, 1))
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -21,11 +23,11 @@ def _parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader, torch.optim.
     return model, optimizer, DataLoader(data, batch_size=BATCH_SIZE, shuffle=True), schedule
 
 
-def measure(rounds: int) -> list[Row]:
-    """Compare an epoch of the documents' loop with the same loop in plain PyTorch, one process, one thread."""
+def loops() -> dict[str, Callable[[], None]]:
+    """Return an epoch of the documents' loop, and of the same loop in plain PyTorch; one process, one thread."""
     torch.set_num_threads(1)
     loss_function = nn.functional.mse_loss
-    model, optimizer, loader, schedule = _parts()
+    model, optimizer, loader, schedule = parts()
 
     def plain() -> None:
         for x, y in loader:
@@ -37,7 +39,7 @@ def measure(rounds: int) -> list[Row]:
             optimizer.zero_grad()
 
     accelerator = Accelerator(cpu=True)
-    our_model, our_optimizer, our_loader, our_schedule = accelerator.prepare(*_parts())
+    our_model, our_optimizer, our_loader, our_schedule = accelerator.prepare(*parts())
 
     def ours() -> None:
         for x, y in our_loader:
@@ -49,5 +51,10 @@ def measure(rounds: int) -> list[Row]:
                 our_schedule.step()
                 our_optimizer.zero_grad()
 
-    steps = interleave({"plain": plain, "ours": ours}, SHORT * rounds)
+    return {"plain": plain, "ours": ours}
+
+
+def measure(rounds: int) -> list[Row]:
+    """Compare both."""
+    steps = interleave(loops(), SHORT * rounds)
     return [ratio_row("native step (tiny MLP)", "plain PyTorch loop", steps["ours"], steps["plain"], 1.05)]

@@ -36,6 +36,7 @@ from timing import Row, print_rows
 HERE = Path(__file__).parent
 PEER = HERE.parent / ".compat" / "accelerate"
 ECOSYSTEM = HERE.parent / ".compat" / "ecosystem"
+FABRIC = HERE.parent / ".compat" / "fabric"
 STORES = HERE.parent / ".compat" / "stores"
 
 
@@ -54,6 +55,14 @@ def _with_peer(script: str, rounds: int) -> list[Row]:
     else:
         print(f"{PEER.relative_to(HERE.parent)} is not there: the rows against upstream's Trainer are left out")
     return _rows_of([sys.executable, str(HERE / script), str(rounds)], environ)
+
+
+def _with_fabric(rounds: int) -> list[Row]:
+    if not FABRIC.is_dir():
+        print(f"{FABRIC.relative_to(HERE.parent)} is not there: the rows against Fabric are left out")
+        return []
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(FABRIC), os.environ.get("PYTHONPATH", "")])}
+    return _rows_of([sys.executable, str(HERE / "fabric_step.py"), str(rounds)], environ)
 
 
 def _two_processes(script: str, rounds: int, packages: Path | None = None) -> list[Row]:
@@ -82,6 +91,7 @@ def _with_store(rounds: int) -> list[Row]:
 
 BENCHMARKS = {
     "native": native_step.measure,
+    "fabric": _with_fabric,
     "loss": chunked_loss.measure,
     "activations": activations_step.measure,
     "guards": lambda rounds: [*guards_step.measure(rounds), *_two_processes("guards_step.py", rounds)],

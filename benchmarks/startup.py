@@ -11,7 +11,9 @@ from pathlib import Path
 from timing import Row, interleave, ratio_row
 
 
-def _process(*command: str, environ: dict[str, str] | None = None) -> Callable[[], object]:
+def process(*command: str, environ: dict[str, str] | None = None) -> Callable[[], object]:
+    """Return a function that runs a command to its end."""
+
     def run() -> None:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ)
 
@@ -22,14 +24,14 @@ def measure(rounds: int, peer_path: Path | None) -> list[Row]:
     """Compare start-up with `import torch`, which every training script pays, and with the peer's command line."""
     python = sys.executable
     functions = {
-        "import torch": _process(python, "-c", "import torch"),
-        "import": _process(python, "-c", "import accel_trainer"),
-        "--help": _process(python, "-m", "accel_trainer", "--help"),
+        "import torch": process(python, "-c", "import torch"),
+        "import": process(python, "-c", "import accel_trainer"),
+        "--help": process(python, "-m", "accel_trainer", "--help"),
     }
     if peer_path is not None:
         environ = {**os.environ, "PYTHONPATH": str(peer_path)}
         command = (python, "-m", "accelerate.commands.accelerate_cli", "--help")
-        functions["peer --help"] = _process(*command, environ=environ)
+        functions["peer --help"] = process(*command, environ=environ)
     seconds = interleave(functions, rounds)
     rows = [
         ratio_row("import accel_trainer", "import torch", seconds["import"], seconds["import torch"], None),
