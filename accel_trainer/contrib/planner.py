@@ -10,37 +10,32 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from accel_trainer.big_models.module_tensors import find_tied_parameters, retie_parameters
 from accel_trainer.checkpoint.shards import local_tensor
 from accel_trainer.config import Resolved
 from accel_trainer.config.parallel import AxisSizes, axis_sizes
 from accel_trainer.config.schema import MixedPrecision
+from accel_trainer.contrib.ledger import Call, Ledger, noting_resizes
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import build_precision
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext, job_set_aside
 from accel_trainer.runtime.side_stream import SideStream
-from accel_trainer.runtime.torch_names import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, GROUPED_MM, UNIT_EXCHANGES
 from accel_trainer.runtime.torch_private import (
-    OperationMode,
     fake_tensors,
     join_fake_group,
-    joined_groups,
     tree_leaves,
 )
 from accel_trainer.strategies.api import Strategy, TrainJob, TrainUnit
@@ -185,7 +180,7 @@ def plan_layout(
         calls = step.ledger.calls
         if replicas > 1:
             buckets = max(1, round(measured["gradients"] / 2**20 / resolved.config.ddp.bucket_cap_mb))
-            calls = [_Call("all_reduce", tuple(range(replicas)), measured["gradients"] // buckets, buckets)]
+            calls = [Call("all_reduce", tuple(range(replicas)), measured["gradients"] // buckets, buckets)]
         # Ranks of one axis pass over the rows of each other's experts.
         flops = step.ledger.flops + step.ledger.flops_of_experts // sizes.tp
         num_steps = resolved.config.accumulation.num_steps
@@ -312,7 +307,7 @@ class _Step:
 
     def __init__(self, module: nn.Module, resolved: Resolved, workload: Workload) -> None:
         self.module, self.accumulation = module, resolved.config.accumulation
-        self.ledger, self.is_on_gpu = _Ledger(), workload.is_on_gpu
+        self.ledger, self.is_on_gpu = Ledger(), workload.is_on_gpu
         self.batch = _build_batch(module, workload)
         self.num_rows = len(next(iter(self.batch.values())))
         named = workload.optimizer
@@ -339,7 +334,7 @@ class _Step:
         self.unit = unit
         optimizer = self._begin()
         unit.bind_optimizer(optimizer)
-        with self.ledger, _noting_resizes(self.ledger), self.documents, self.kernels:
+        with self.ledger, noting_resizes(self.ledger), self.documents, self.kernels:
             self._train()
             self._update(optimizer)
 
@@ -352,7 +347,7 @@ class _Step:
         vars(self.module)["_apply"] = lambda *args, **kwargs: self.module
         ledger, optimizer = self.ledger, self._begin()
         ledger.is_of_engine = True
-        with ledger, _noting_resizes(ledger), self.documents, self.kernels:
+        with ledger, noting_resizes(ledger), self.documents, self.kernels:
             self.unit = prepare(optimizer)
             for _ in range(2):
                 self.begin, self.end_of_forward, first = len(ledger.events), 0, ledger.num_storages
@@ -488,169 +483,6 @@ def _build_batch(model: nn.Module, workload: Workload) -> dict[str, Tensor]:
     return batch
 
 
-class _Call(NamedTuple):
-    kind: str
-    ranks: tuple[int, ...]
-    num_bytes: int
-    times: int
-    """In an update."""
-    is_of_unit: bool = False
-    """Whether it gathers parameters or reduces gradients of a unit, beside the computation of another."""
-
-
-class _Ledger(OperationMode):
-    """The storages of a step as they come and go, its collectives, and the operations of its matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[tuple[int, int]] = []
-        """The number of a storage, and by how many bytes memory grew with it."""
-        self.parts: dict[int, str] = {}
-        """What a storage is for, by its number."""
-        self.calls: list[_Call] = []
-        self.flops = 0
-        self.flops_of_experts = 0
-        self.is_of_engine = False
-        """Whether a value that is asked for is 0, as an engine's counts of overflows are; else it is an error."""
-        self.has_experts = False
-        self.weight = 1
-        """How often in an update what happens now happens."""
-        self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
-        self._sizes: list[int] = []
-        self._ranks: dict[str, tuple[int, ...]] = {}
-
-    def hold(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage, which is counted from now on."""
-        storage = tensor.untyped_storage()
-        key = id(storage)
-        if key not in self._known:
-            self._known[key] = (len(self._sizes), weakref.ref(storage, partial(self._drop, key)))
-            self._sizes.append(0)
-            self._count(self._known[key][0], storage.nbytes())
-        return self._known[key][0]
-
-    @property
-    def num_storages(self) -> int:
-        """Storages that have been counted, by whose number the next one goes."""
-        return len(self._sizes)
-
-    def held_since(self, first: int) -> list[int]:
-        """Return the numbers of storages that are there, and have been counted since there were `first` of them."""
-        return [number for number in range(first, len(self._sizes)) if self._sizes[number]]
-
-    def size_of(self, numbers: Iterable[int]) -> int:
-        """Return the bytes of storages now."""
-        return sum(self._sizes[number] for number in numbers)
-
-    def _count(self, number: int, num_bytes: int) -> None:
-        self.events.append((number, num_bytes - self._sizes[number]))
-        self._sizes[number] = num_bytes
-
-    def _drop(self, key: int, reference: Any) -> None:
-        self._count(self._known.pop(key)[0], 0)
-
-    def resize(self, storage: Any) -> None:
-        """Count a storage anew whose size has changed: only those of gathered units do."""
-        if id(storage) in self._known:
-            number = self._known[id(storage)][0]
-            self.parts[number] = "unsharded"
-            self._count(number, storage.nbytes())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, with local tensors
-        if func is torch.ops.prim.device.default:
-            return args[0].device  # half of all calls, each as long as a product's by torch's rules for such tensors
-        result = self._answer(func, args) if func is _READ and self.is_of_engine else _run(func, args, kwargs or {})
-        self._hold_all(result)
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self._note_collective(func, args, result)
-        else:
-            flops = self.weight * _flops_of(func, args, kwargs or {}, result)
-            if func.overloadpacket.__name__ == GROUPED_MM:
-                self.has_experts = True
-                self.flops_of_experts += flops
-            else:
-                self.flops += flops
-        return result
-
-    def _answer(self, func: Any, args: Any) -> Any:
-        """Return a value that an engine reads: its own counts are known, what a device has counted is 0."""
-        try:
-            return func(*args)
-        except RuntimeError:
-            return 0.0 if args[0].is_floating_point() else 0
-
-    def _hold_all(self, values: Any, part: str | None = None) -> None:
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, Tensor) and not leaf.is_meta:
-                number = self.hold(leaf)
-                if part is not None:
-                    self.parts.setdefault(number, part)
-
-    def _note_collective(self, func: Any, args: Any, result: Any) -> None:
-        kind, ranks = _kind_of(func.overloadpacket.__name__), self._ranks_of(args)
-        if kind is None or ranks is None:
-            return
-        tensors = [[leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)] for value in (*args, result)]
-        num_bytes = max(sum(tensor.nbytes for tensor in of_one) for of_one in tensors)
-        is_of_unit = self.is_of_engine or func.overloadpacket.__name__ in UNIT_EXCHANGES
-        self.calls.append(_Call(kind, ranks, num_bytes, self.weight, is_of_unit))
-        if is_of_unit:
-            self._hold_all(args[:2], "unsharded" if self.is_of_engine and kind == "all_gather" else "exchange")
-
-    def _ranks_of(self, args: Iterable[Any]) -> tuple[int, ...] | None:
-        """Return the ranks that a collective is over: one of its arguments is their group, or its name."""
-        groups = joined_groups()
-        if len(groups) != len(self._ranks):  # an engine forms some of its own
-            self._ranks = {str(group.group_name): tuple(dist.get_process_group_ranks(group)) for group in groups}
-        for value in args:
-            if isinstance(value, str) and value in self._ranks:
-                return self._ranks[value]
-            if isinstance(value, torch.ScriptObject):
-                with suppress(RuntimeError):  # a handle of something else: of the operation of a sum, for one
-                    return self._ranks[str(dist.ProcessGroup.unbox(value).group_name)]
-        return None
-
-
-_READ = torch.ops.aten._local_scalar_dense.default
-
-
-def _run(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    if func.overloadpacket.__name__ == GROUPED_MM and args[0].dtype != torch.bfloat16:
-        # torch's rule for tensors without values is that of GPUs, which have it in bf16 alone; CPUs have it in others.
-        return func(*(each.bfloat16() for each in args[:2]), *args[2:], **kwargs).to(args[0].dtype)
-    return func(*args, **kwargs)
-
-
-def _kind_of(operation: str) -> str | None:
-    """Return the kind of a collective: c10d has several operations of each, some with a `_base_` in their names."""
-    plain = operation.replace("_", "")
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-    return next((kind for kind in kinds if kind.replace("_", "") in plain), None)
-
-
-_ATTENTION: dict[str, tuple[Callable[..., int], int]] = {
-    CPU_ATTENTION: (sdpa_flop_count, 3),
-    CPU_ATTENTION_BACKWARD: (sdpa_backward_flop_count, 4),
-}
-"""By operation, the formula of its shapes, and of how many tensors."""
-
-
-def _flops_of(func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> int:
-    packet = func.overloadpacket
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    name = packet.__name__
-    if name in _ATTENTION:
-        count, num_tensors = _ATTENTION[name]
-        # As if there were no fewer heads of keys, which the formulas of torch 2.11 refuse: as many products are made.
-        return int(count(*((x.shape[0], args[0].shape[1], *x.shape[2:]) for x in args[:num_tensors])))
-    if name == GROUPED_MM:
-        return int(2 * args[0].numel() * args[1].shape[-1])
-    return 0
-
-
 # fmt: off
 _IN_FP32 = frozenset((
     "__pow__", "__rdiv__", "__rpow__", "acos", "asin", "binary_cross_entropy_with_logits", "cosh", "cosine_similarity",
@@ -709,23 +541,6 @@ def _one_document_in_each_row() -> Iterator[None]:
         yield
     finally:
         setattr(masks, name, inherited)
-
-
-@contextmanager
-def _noting_resizes(ledger: _Ledger) -> Iterator[None]:
-    """Tell a ledger of storages that change their size: that is no operation of torch, and FSDP2 frees so."""
-    inherited = torch.UntypedStorage.resize_
-
-    def resize_(storage: Any, size: int) -> Any:
-        result = inherited(storage, size)
-        ledger.resize(storage)
-        return result
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        del torch.UntypedStorage.resize_
 
 
 # --- from the ledger to figures ---------------------------------------------------------------------------------------
@@ -790,7 +605,7 @@ def _replay(step: _Step, fixed: Mapping[str, int], on_host: Sequence[str]) -> di
     return {"unsharded": unsharded, "activations": activations, "peak": peak, "peak_parts": parts}
 
 
-def _seconds(call: _Call, cluster: Cluster) -> float:
+def _seconds(call: Call, cluster: Cluster) -> float:
     """Return how long a collective takes over a ring, whose links between machines all ranks of one share."""
     num_ranks = len(call.ranks)
     num_nodes = len({rank // cluster.ranks_per_node for rank in call.ranks})
@@ -802,7 +617,7 @@ def _seconds(call: _Call, cluster: Cluster) -> float:
     return shares_sent * call.num_bytes * (num_ranks - 1) / num_ranks / (speed * 1e9)
 
 
-def _times(calls: Sequence[_Call], sizes: AxisSizes, cluster: Cluster, flops: int) -> dict[str, Any]:
+def _times(calls: Sequence[Call], sizes: AxisSizes, cluster: Cluster, flops: int) -> dict[str, Any]:
     """Return the fields of a plan that are collectives and times."""
     calls = [call for call in calls if len(call.ranks) > 1]
     exchanges = _exchanges(calls, sizes, cluster)
@@ -820,8 +635,8 @@ def _times(calls: Sequence[_Call], sizes: AxisSizes, cluster: Cluster, flops: in
     }
 
 
-def _exchanges(calls: Iterable[_Call], sizes: AxisSizes, cluster: Cluster) -> tuple[Exchange, ...]:
-    groups: dict[tuple[str, tuple[int, ...], bool], list[_Call]] = defaultdict(list)
+def _exchanges(calls: Iterable[Call], sizes: AxisSizes, cluster: Cluster) -> tuple[Exchange, ...]:
+    groups: dict[tuple[str, tuple[int, ...], bool], list[Call]] = defaultdict(list)
     for call in calls:
         groups[call.kind, call.ranks, _is_awaited(call, sizes)].append(call)
     return tuple(
@@ -838,7 +653,7 @@ def _exchanges(calls: Iterable[_Call], sizes: AxisSizes, cluster: Cluster) -> tu
     )
 
 
-def _is_awaited(call: _Call, sizes: AxisSizes) -> bool:
+def _is_awaited(call: Call, sizes: AxisSizes) -> bool:
     """Whether the computation waits: for all but parameters, and gradients that are summed over readers."""
     is_of_gradients = call.kind == "all_reduce" and any(axis.startswith("dp_") for axis in _axes_of(call.ranks, sizes))
     return not (call.is_of_unit or is_of_gradients)
