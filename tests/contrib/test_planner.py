@@ -418,8 +418,3 @@ def test_policies_of_checkpointing_keep_and_repeat_what_they_say() -> None:
     kept = 2 * B * L * 4 * (64 + 32 + 32 + 64 + 4 + 64 + 160 + 160 + 64)
     assert selective.activations - full.activations == pytest.approx(kept, rel=0.03)
     assert [each.checkpointing for each in plans.values()] == list(plans)
-
-
-def test_the_offload_of_activations_is_not_planned() -> None:
-    with pytest.raises(ConfigError, match=r"activation_offload=true .* plan without it, and take activations away"):
-        plan(2, {"strategy": "fsdp2", "activation_offload": True})
