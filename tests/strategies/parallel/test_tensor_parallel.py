@@ -346,7 +346,7 @@ def test_an_input_that_layers_share_has_its_gradient_summed_once(way: str, famil
         assert found["held"] == [None] * 5  # queries, keys, values; gate, up: nothing outlives the forward
 
 
-@pytest.mark.parametrize("kind", [*BY_GRADIENT[:3], *map(beyond, BY_GRADIENT[3:])])
+@pytest.mark.parametrize("kind", BY_GRADIENT)
 def test_a_familys_gradients_are_those_of_one_process(kind: str, families: list[dict[str, Any]]):
     for found in (of_rank["gradients"][kind] for of_rank in families):
         assert not find_difference(found)
