@@ -64,15 +64,16 @@ def note_call(
 
 
 def check_all_come(name: str, process: ProcessContext, *, debug: bool, way_out: str) -> None:
-    """Note a call that every rank makes, and wait until all are there, through the job's store. Every rank calls it.
+    """Wait until all ranks have come to a call, through the job's store, and compare those before. Every rank calls it.
 
     Raises:
         DesyncError: another rank waits in another collective, or the ranks have called different ones before.
     """
     try:
-        note_call(name, process, checked=[] if debug else None)
-        if not debug and (watch := recording_watch(process)) is not None:
-            _check_records(watch, name)
+        if debug:
+            note_call(name, process, checked=[])
+        elif (watch := recording_watch(process)) is not None:
+            _check_records(watch, name)  # not noted: it stands for no exchange, and a save says itself what differs
     except DesyncError as error:
         raise DesyncError(f"{error}. {way_out}") from None
 

@@ -138,6 +138,7 @@ def planned_engine() -> Iterator[None]:
     from deepspeed.comm import comm
     from deepspeed.runtime.zero import utils
     from deepspeed.utils import groups
+    from torch.nn import functional
 
     stand_ins: list[tuple[Any, str, Any]] = [
         (comm, "cdb", None),
@@ -145,6 +146,7 @@ def planned_engine() -> Iterator[None]:
         (groups, "mesh_device", None),
         (real_accelerator, "ds_accelerator", real_accelerator.ds_accelerator),  # a plan's is the CPU
         (utils, "get_lst_from_rank0", lambda values: values),  # rank 0 is the one that is planned
+        (functional, "linear", functional.linear),  # stage 3 puts its own in the place of it
     ]
     inherited = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
     try:

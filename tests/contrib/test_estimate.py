@@ -22,6 +22,7 @@ from accel_trainer.commands.estimate import (
     verify_on_hub,
 )
 from accel_trainer.contrib import empty_models, estimate, layouts
+from accel_trainer.contrib.planner import PARTS
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, MissingExtraError
 from accel_trainer.launch.cli import main
 
@@ -167,7 +168,7 @@ def test_a_rank_of_a_job_is_planned(llama: str, tmp_path: Path, capsys: pytest.C
     for words in ("parameters", "Policies; this plan has off", "computed again", "peak", "all_gather", "not hidden"):
         assert words in text
     bars = ElementTree.parse(picture).getroot().findall("{*}rect")
-    assert len(bars) == 2 * 7  # the legend's and the plan's
+    assert len(bars) == 2 * len(PARTS)  # the legend's and the plan's
     assert main(["estimate", llama, "--num_processes", "8", "--json", "--parallel_tp_size", "2", "--batch", "3"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert {axis: size for axis, size in plan["sizes"].items() if size > 1} == {"dp_shard": 4, "tp": 2}
