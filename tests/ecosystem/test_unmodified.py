@@ -1,21 +1,17 @@
-"""Programs for upstream's Trainer and TRL's command line, unchanged, with `--as_accelerate`."""
+"""A program for upstream's Trainer, unchanged, with `--as_accelerate`."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.ecosystem.text_jobs import build_tokenizer, preferences, save_llama, texts
+from tests.ecosystem.text_jobs import run_unmodified as run
+from tests.ecosystem.text_jobs import save_llama
 
 pytest.importorskip("accelerate")  # the reference
 pytest.importorskip("peft")
-pytest.importorskip("trl")
 
 UPSTREAM = """
 import json
@@ -47,13 +43,6 @@ if trainer.is_world_process_zero():
 """
 
 
-def run(*words: str) -> str:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.multirank
 @pytest.mark.timeout(400)  # whole processes, each of which imports these libraries
 def test_upstreams_trainer_gives_its_own_numbers_on_one_process_and_on_two(tmp_path: Path):
@@ -72,30 +61,3 @@ def test_upstreams_trainer_gives_its_own_numbers_on_one_process_and_on_two(tmp_p
         assert len(found[3]) == len(reference[3])
         for ours, theirs in zip(found[3], reference[3], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-@pytest.mark.multirank
-@pytest.mark.timeout(400)  # whole processes, each of which imports these libraries
-@pytest.mark.parametrize(("command", "num_processes"), [("dpo", 2), pytest.param("sft", 1, marks=pytest.mark.slow)])
-def test_trls_command_trains(command: str, num_processes: int, tmp_path: Path):
-    save_llama(str(tmp_path / "model"))
-    build_tokenizer().save_pretrained(tmp_path / "model")
-    for split in ("train", "test"):
-        rows = preferences(8) if command == "dpo" else texts(8)
-        rows.to_json(tmp_path / "data" / f"{split}.jsonl")
-    options: dict[str, Any] = {
-        "model_name_or_path": tmp_path / "model", "dataset_name": tmp_path / "data", "output_dir": tmp_path / "out",
-        "max_steps": 2, "per_device_train_batch_size": 4 // num_processes, "eval_strategy": "steps", "eval_steps": 2,
-        "save_steps": 2, "report_to": "none", "logging_steps": 1, "num_processes": num_processes,
-    }  # fmt: skip
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-
-    run("-m", "accel_trainer.as_accelerate", "-m", "trl.cli.main", command, "--cpu", "--use_cpu", *words)
-
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-    history = json.loads((tmp_path / "out" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
-    assert history[-1]["epoch"] == 1.0  # four rows in each of two updates, and eight in all
-    assert history[-1]["eval_loss"] > 0
-    if command == "dpo":
-        assert history[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # log 2: the model is its own reference
-        assert "eval_rewards/margins" in history[-1]

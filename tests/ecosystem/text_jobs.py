@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import torch
@@ -104,3 +107,11 @@ def pairs(count: int, first: int = 0) -> Any:
     return Dataset.from_dict(
         {"anchor": [sentence(row, 3) for row in rows], "positive": [sentence(row + 1, 3) for row in rows]}
     )
+
+
+def run_unmodified(*words: str) -> str:
+    """Run Python with these words, and return what it has printed."""
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
