@@ -167,7 +167,7 @@ class Prepared:
     def clear(self) -> None:
         """Let go of everything. Every rank calls it: an engine is taken off its model together."""
         freed = [weakref.ref(each.unit.model) for each in self.units if each.unit.model is not each.unit.module]
-        self._freed_wrappers += freed
+        self._freed_wrappers = [*(each for each in self._freed_wrappers if each() is not None), *freed]
         for prepared in self.units:
             prepared.unit.release()
         for held in (self.units, self.optimizers, self.schedulers, self.dataloaders):

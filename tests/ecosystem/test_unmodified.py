@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ecosystem.text_jobs import run_unmodified as run
-from tests.ecosystem.text_jobs import save_llama
+from tests.ecosystem.text_jobs import run_unmodified, save_llama
 
 pytest.importorskip("accelerate")  # the reference
 pytest.importorskip("peft")
@@ -51,9 +50,9 @@ def test_upstreams_trainer_gives_its_own_numbers_on_one_process_and_on_two(tmp_p
     script, folder = str(tmp_path / "script.py"), str(tmp_path)
     launch = ("-m", "accel_trainer", "launch", "--cpu", "--as_accelerate", "--num_processes")
 
-    reference = json.loads(run(script, folder, "4", "reference").splitlines()[-1])
-    one = json.loads(run(*launch, "1", script, folder, "4", "one").splitlines()[-1])
-    two = json.loads(run(*launch, "2", script, folder, "2", "two").splitlines()[-1])
+    reference = json.loads(run_unmodified(script, folder, "4", "reference").splitlines()[-1])
+    one = json.loads(run_unmodified(*launch, "1", script, folder, "4", "one").splitlines()[-1])
+    two = json.loads(run_unmodified(*launch, "2", script, folder, "2", "two").splitlines()[-1])
 
     assert reference[0] == "accelerate"
     for found in (one, two):
