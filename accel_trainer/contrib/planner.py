@@ -316,7 +316,7 @@ class _Step:
             if isinstance(named, str)
             else named
         )
-        self.kernels: AbstractContextManager[Any] = _AsOnGpu() if workload.is_on_gpu else nullcontext()
+        self.kernels: AbstractContextManager[Any] = _AsOnGpu() if workload.is_on_gpu else _EveryLayer()
         self.compute_loss = workload.compute_loss or _loss_of
         self.end_of_forward = 0
         """The number of events before the first backward."""
@@ -495,7 +495,16 @@ _IN_FP32 = frozenset((
 """What autocast computes in fp32 on GPUs (torch 2.13, docs/source/amp.md); on CPUs it leaves most of it in 16 bits."""
 
 
-class _AsOnGpu(TorchFunctionMode):
+class _EveryLayer(TorchFunctionMode):
+    """Models that drop layers by chance (LayerDrop: BART, OPT) keep them all, as the update of the peak does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.rand and args == ([],):
+            return torch.tensor(1.0)  # with a value, which a drawn number has not
+        return func(*args, **(kwargs or {}))
+
+
+class _AsOnGpu(_EveryLayer):
     """Autocast and dropout of GPUs, and attention without any, with which a CPU keeps the scores of all tokens."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -508,7 +517,7 @@ class _AsOnGpu(TorchFunctionMode):
             return _dropout(*args, **(kwargs or {}))
         if func is nn.functional.scaled_dot_product_attention:
             kwargs = {**(kwargs or {}), "dropout_p": 0.0}
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _is_in_16_bits(value: Any) -> bool:

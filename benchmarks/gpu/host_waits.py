@@ -6,6 +6,7 @@ nothing is counted: tests/accelerator/test_waits_per_step.py counts there.
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from argparse import Namespace
@@ -19,12 +20,13 @@ from workload import build_loader, build_model, emit, parse, parser
 
 _WARM, _COUNTED = 3, 4
 _OURS = ("accel_trainer", "integrations")
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def _place() -> str:
     """Return the innermost line outside of torch, which made the device's work be waited for."""
     frame = sys._getframe(3)
-    while frame.f_back is not None and {"torch", "warnings.py"} & set(frame.f_code.co_filename.split("/")):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, warnings.__file__)):
         frame = frame.f_back
     return f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno}"
 

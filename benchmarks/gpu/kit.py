@@ -110,12 +110,14 @@ def setting(options: argparse.Namespace) -> dict[str, Any]:
     return {"date": datetime.date.today().isoformat(), "card": card, "tiny": options.tiny, **versions}
 
 
-def tables(folder: Path) -> str:
-    """Return the figures of a folder as Markdown, a table for each part that has run."""
+def tables(folder: Path, before: str = "") -> str:
+    """Return the figures of a folder as Markdown, of each part that has run; of others those of `before` stay."""
     text = ""
     for name in PARTS:
         lines = read(folder / f"{name}.jsonl")
         if not lines:
+            _, found, rest = before.partition(f"### {name}\n")
+            text += f"{found}{rest.partition('### ')[0]}"
             continue
         end = lines[-1]
         text += (
@@ -147,13 +149,13 @@ def _cell(value: Any) -> str:
 
 
 def write_docs(folder: Path, docs: Path = DOCS) -> None:
-    """Put the tables between the marks of docs/gpu_figures.md, in the place of those that are there."""
+    """Put the tables between the marks of docs/gpu_figures.md, each in the place of that of its part."""
     text = docs.read_text()
     head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    before, end, tail = rest.partition(END)
     if not begin or not end:
         raise SystemExit(f"{docs} has no lines {BEGIN.strip()!r} and {END.strip()!r} to write the tables between")
-    docs.write_text(f"{head}{BEGIN}\n{tables(folder)}{END}{tail}")
+    docs.write_text(f"{head}{BEGIN}\n{tables(folder, before)}{END}{tail}")
 
 
 def main() -> None:

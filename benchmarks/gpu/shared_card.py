@@ -26,10 +26,13 @@ _LIMIT_SECONDS = 240
 def _train(options: Namespace, strategy: str) -> dict[str, Any]:
     """Train two epochs of six updates of two micro-batches, the second on what was loaded; return gradient norms."""
     from accel_trainer import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs, ParallelismConfig
+    from accel_trainer.utils import TorchContextParallelConfig
 
     layout: dict[str, Any] = {"strategy": strategy}
     if strategy == "cp":
-        layout = {"parallelism_config": ParallelismConfig(cp_size=2)}
+        # torch's ring gathers keys into one tensor otherwise, which of a card's memory is a segmentation fault, too.
+        way = "allgather" if options.device == "cpu" else "alltoall"
+        layout = {"parallelism_config": ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig(way))}
     accelerator = Accelerator(
         cpu=options.device == "cpu",
         **layout,

@@ -374,6 +374,21 @@ def test_dropout_keeps_a_byte_for_each_element_as_on_a_gpu():
     assert activations(is_on_gpu=False) == pytest.approx(4 * rows + 4 * rows, rel=0.01)
 
 
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_layers_that_are_dropped_by_chance_are_planned(is_on_gpu: bool):
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    def peak(dropped: float) -> int:
+        sizes = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 100}
+        config = AutoConfig.for_model("bart", encoder_layerdrop=dropped, decoder_layerdrop=dropped, **sizes)
+        with torch.device("meta"):
+            model = AutoModelForSeq2SeqLM.from_config(config)
+        workload = Workload(batch=B, sequence=L, is_on_gpu=is_on_gpu)
+        return plan_layout(model, resolve(environ={}), 1, workload, Cluster()).peak
+
+    assert peak(0.5) == peak(0.0)
+
+
 def test_a_plan_leaves_the_job_that_its_process_is_in_as_it_was():
     alone = plan(4, {"strategy": "fsdp2"})
     with fake_job(2, 2) as process:

@@ -412,11 +412,19 @@ def losses_of_sequences(sizes: dict[str, int], precision: str, cpu: bool, is_pac
 
 
 RING = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device: a CPU has none of the kernels")
+GATHERED_RING = pytest.mark.skipif(
+    HAS_CUDA, reason="torch's ring gathers by gloo, which cannot of a card (torch#152645)"
+)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-4), ("bf16", 5e-2)])
 @pytest.mark.parametrize(
-    ("strategy", "is_packed"), [("allgather", False), ("allgather", True), pytest.param("alltoall", False, marks=RING)]
+    ("strategy", "is_packed"),
+    [
+        pytest.param("allgather", False, marks=GATHERED_RING),
+        ("allgather", True),
+        pytest.param("alltoall", False, marks=RING),
+    ],
 )
 def test_shared_sequences_on_one_device_have_the_losses_of_one_rank(
     strategy: str, is_packed: bool, precision: str, tolerance: float
