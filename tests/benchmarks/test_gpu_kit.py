@@ -118,11 +118,12 @@ def test_the_tables_stand_between_the_marks_of_the_page(tmp_path: Path, monkeypa
     ]
     (tmp_path / "waits.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{module.BEGIN}old\n{module.END}after\n")
+    old = "### waits\n\nold\n\n### saving\n\nof another day\n\n"
+    page.write_text(f"before\n{module.BEGIN}\n{old}{module.END}after\n")
     module.write_docs(tmp_path, page)
     text = page.read_text()
     assert text.startswith("before\n")
-    assert text.endswith("after\n")
+    assert text.endswith(f"### saving\n\nof another day\n\n{module.END}after\n")
     assert "old" not in text
     assert "2026-11-22, a card, torch 2.13.0, transformers 5.23.0, Python 3.12.1; done after 12.5 s." in text
     assert "| precision | per_update | lines |\n| --- | --- | --- |\n| bf16 | 0 | - |\n" in text
