@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from accel_trainer import logging
 from accel_trainer.config import LossImplementation
+from accel_trainer.errors import ConfigError
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.techniques.chunked_loss import find_chunked_loss
@@ -357,6 +359,26 @@ def count_labels(batch: Any, shifts: bool) -> Tensor | None:
     return labels.ne(-100).sum() if isinstance(labels, Tensor) else None
 
 
+def count_items(trainer: Trainer, batches: list[Any], device: Any) -> Tensor | None:
+    """Return the labels (scalar, int64) of an update, of all ranks or of this one; None where they are unknown.
+
+    Collective with `average_tokens_across_devices`.
+    """
+    args, reader, readers = trainer.args, trainer._reader, trainer.accelerator.readers
+    if reader is not None:
+        batches = [reader.without_filler(batch) for batch in batches]
+    counts: list[Any] = [count_labels(batch, trainer._loss_shifts_labels) for batch in batches]
+    if not counts or any(count is None for count in counts):
+        return None
+    # An integer, where transformers 5.23 (trainer.py:2355) makes a float: FSDP2 and DeepSpeed cast those of a model's
+    # inputs, and bf16 cannot tell 4,097 from 4,096.
+    num_items: Tensor = reduce(operator.add, counts).to(device)
+    if args.average_tokens_across_devices:
+        return collectives.reduce(num_items, readers) if readers.world_size > 1 else num_items
+    # A rank without samples: its loss weighs nothing, and would be divided by 0.
+    return num_items if reader is None else num_items.clamp(min=1)
+
+
 def _own_items(trainer: Trainer, inputs: Any) -> Tensor | None:
     """Return the divisor of the loss of a micro-batch by itself; 1 without labels, whose sum is 0."""
     count = count_labels(inputs, trainer._loss_shifts_labels)
@@ -367,6 +389,28 @@ def counts_by_rows(model: Any) -> bool:
     """Whether the model's loss is one of alignments: that of a row counts once, however many labels the row has."""
     loss_type = getattr(model, "loss_type", None)
     return isinstance(loss_type, str) and any(name in loss_type for name in ("CTC", "RNNT", "TDT"))
+
+
+def prepare_labels(trainer: Trainer) -> None:
+    """Find which labels the model's loss counts, and smooth them so. Once, where a Trainer is built.
+
+    Raises:
+        ConfigError: `compute_loss_func` wants whole logits, of which the `loss` that was asked for makes none.
+    """
+    resolved = trainer.accelerator.resolved
+    if not trainer.divides_as_upstream:
+        if _predicts_first_label(trainer.model):
+            trainer._loss_shifts_labels = False
+        elif predicts_next_token(trainer.model):
+            trainer._loss_shifts_labels = True
+    if trainer.compute_loss_func is not None and resolved.config.loss is not LossImplementation.PLAIN:
+        raise ConfigError(
+            f"compute_loss_func was given, which makes a loss of whole logits, and {resolved.describe('loss')} "
+            "makes none; leave one of them out"
+        )
+    if trainer.label_smoother is not None:
+        factor = trainer.args.label_smoothing_factor
+        trainer.label_smoother = build_smoother(trainer.model, factor, shifts=trainer._loss_shifts_labels)
 
 
 class ShiftingLabelSmoother(LabelSmoother):
@@ -402,7 +446,7 @@ def predicts_next_token(model: Any) -> bool:
     return class_name in _CAUSAL_MODELS and not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
 
 
-def predicts_first_label(model: Any) -> bool:
+def _predicts_first_label(model: Any) -> bool:
     """Whether PEFT puts virtual tokens before a causal model's inputs: a row's first label is then a target, too."""
     # transformers 5.23 counts one target too few in each row: with 12 labels in a row it logs a loss 12/11 of the true
     # one, and scales the gradients by as much.

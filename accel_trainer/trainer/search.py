@@ -38,6 +38,21 @@ _DONE, _FAILED, _TRIAL = "done", "failed", "trial"
 # --- hyperparameters --------------------------------------------------------------------------------------------------
 
 
+def check_search(trainer: Trainer) -> None:
+    """Refuse a search by a strategy that can train one model in a process.
+
+    Raises:
+        ConfigError: it builds an engine.
+    """
+    strategy = trainer.accelerator.strategy
+    if strategy.capabilities.builds_engine:
+        raise ConfigError(
+            "hyperparameter_search() builds a model and an optimizer for each trial in one process, and the engine "
+            f"of strategy {strategy.name!r} keeps hold of those before; start each trial as a job of its own, or "
+            "search with fsdp=True"
+        )
+
+
 def search_with_optuna(
     trainer: Trainer,
     hp_space: Callable[[Any], dict[str, Any]] | None,

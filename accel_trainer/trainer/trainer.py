@@ -35,10 +35,9 @@ from transformers.trainer_utils import (
 )
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
-from accel_trainer.config import LossDivision, LossImplementation
+from accel_trainer.config import LossDivision
 from accel_trainer.data.loader import PreparedDataLoader, keeping_epoch
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime import collectives
 from accel_trainer.runtime.memory import clear_device_cache, is_out_of_memory
 from accel_trainer.runtime.model_wrappers import move_module
 from accel_trainer.runtime.own_watch import failing_together
@@ -54,10 +53,8 @@ from accel_trainer.trainer.joining import TrainerHandover
 from accel_trainer.trainer.loop import EpochRun, WindowReader, take_back
 from accel_trainer.trainer.loss import (
     LossNormalization,
-    build_smoother,
-    count_labels,
-    predicts_first_label,
-    predicts_next_token,
+    count_items,
+    prepare_labels,
     smoothing_chunks,
 )
 from accel_trainer.trainer.loss_spikes import LossSpikes
@@ -74,7 +71,7 @@ from accel_trainer.trainer.preparation import (
 )
 from accel_trainer.trainer.profiling import UpdateProfile
 from accel_trainer.trainer.run_clock import RunClock
-from accel_trainer.trainer.search import BatchSizeSearch, search_with_optuna
+from accel_trainer.trainer.search import BatchSizeSearch, check_search, search_with_optuna
 from accel_trainer.trainer.signals import flags_of, share_metrics
 from accel_trainer.trainer.training_data import (
     check_packed_model,
@@ -201,22 +198,9 @@ class Trainer(ResumingMethods, transformers.Trainer):
             for record in self._records:
                 self.add_callback(record)
             self._taken_arguments = TakenArguments(self.args)
-            if not self.divides_as_upstream:
-                if predicts_first_label(self.model):
-                    self._loss_shifts_labels = False
-                elif predicts_next_token(self.model):
-                    self._loss_shifts_labels = True
+            prepare_labels(self)
             self.train_dataset = mixed_training_data(self)
             check_packing_arguments(self)
-            resolved = self.accelerator.resolved
-            if self.compute_loss_func is not None and resolved.config.loss is not LossImplementation.PLAIN:
-                raise ConfigError(
-                    f"compute_loss_func was given, which makes a loss of whole logits, and {resolved.describe('loss')} "
-                    "makes none; leave one of them out"
-                )
-            if self.label_smoother is not None:
-                factor = args.label_smoothing_factor
-                self.label_smoother = build_smoother(self.model, factor, shifts=self._loss_shifts_labels)
 
     # --- set-up ----------------------------------------------------------------------------------------------------
 
@@ -364,12 +348,6 @@ class Trainer(ResumingMethods, transformers.Trainer):
         self.state.is_local_process_zero = self.is_local_process_zero()
         if self.decisions is not None:
             self.decisions.meet_anew()
-
-    def end_decisions(self, *, is_failed: bool) -> None:
-        """End the common decisions of a run's ranks; `is_failed` where the others may still wait for this one."""
-        decisions, self.decisions = self.decisions, None
-        if decisions is not None:
-            decisions.close(is_failed=is_failed)
 
     def _inner_training_loop(
         self,
@@ -534,20 +512,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
 
         Collective with `average_tokens_across_devices`. None for losses that are means, and without labels.
         """
-        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
-            return None
-        args, reader, readers = self.args, self._reader, self.accelerator.readers
-        batches = batch_samples if reader is None else [reader.without_filler(batch) for batch in batch_samples]
-        counts: list[Any] = [count_labels(batch, self._loss_shifts_labels) for batch in batches]
-        if not counts or any(count is None for count in counts):
-            return None
-        # An integer, where transformers 5.23 (trainer.py:2355) makes a float: FSDP2 and DeepSpeed cast those of a
-        # model's inputs, and bf16 cannot tell 4,097 from 4,096.
-        num_items = functools.reduce(operator.add, counts).to(device)
-        if args.average_tokens_across_devices:
-            return collectives.reduce(num_items, readers) if readers.world_size > 1 else num_items
-        # A rank without samples: its loss weighs nothing, and would be divided by 0.
-        return num_items if reader is None else num_items.clamp(min=1)
+        takes_items = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return count_items(self, batch_samples, device) if takes_items else None
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: Any) -> tuple[Callable[..., Any], Any]:
         # Upstream's slices the buffers of a batch for ring attention of its own; here the model's forward makes them.
@@ -758,13 +724,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
                 Optuna's `n_jobs`.
             RuntimeError: no backend, or not the one that was asked for, is installed; there is no `model_init`.
         """
-        strategy = self.accelerator.strategy
-        if strategy.capabilities.builds_engine:
-            raise ConfigError(
-                "hyperparameter_search() builds a model and an optimizer for each trial in one process, and the engine "
-                f"of strategy {strategy.name!r} keeps hold of those before; start each trial as a job of its own, or "
-                "search with fsdp=True"
-            )
+        check_search(self)
         chosen = HPSearchBackend(default_hp_search_backend() if backend is None else backend)
         try:
             if chosen is HPSearchBackend.OPTUNA:

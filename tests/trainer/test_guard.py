@@ -46,7 +46,8 @@ EXCUSED = {
 
 OWN_METHODS = {
     "arguments_class", "_resuming",
-    "begin_decisions", "is_preempted_in_evaluation", "save_and_call_back", "save_and_end", "_finish_boundary",
+    "begin_decisions", "end_decisions", "is_preempted_in_evaluation", "save_and_call_back", "save_and_end",
+    "_finish_boundary",
     "_signals_to_note", "_check_run", "_update_batch", "order_batch",
     "begin_local_updates", "end_local_updates", "mean_of_replicas", "averaged_weights", "resume_running_loss",
     "roll_back", "finish_save", "_end_save", "_call_back",

@@ -300,6 +300,12 @@ class SavingMethods(_Upstream):
         if self.decisions is None and self.accelerator.num_processes > 1:
             self.decisions = Decisions(self, self.stop_signals)
 
+    def end_decisions(self, *, is_failed: bool) -> None:
+        """End the common decisions of a run's ranks; `is_failed` where the others may still wait for this one."""
+        decisions, self.decisions = self.decisions, None
+        if decisions is not None:
+            decisions.close(is_failed=is_failed)
+
     def is_preempted_in_evaluation(self, loader: DataLoader) -> bool:
         """Whether a signal ends the evaluation after this batch. Collective if one has come."""
         if self.decisions is not None:
