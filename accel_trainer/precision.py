@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -359,6 +359,15 @@ def keep_scales(model: nn.Module) -> None:
         weight: Any = getattr(module, "weight", None)
         if weight is not None:
             weight.quant_state = scales
+
+
+def scales_of(module: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
+    """Yield what a 4-bit layer keeps beside its packed weights: the object that holds a tensor, its name, and it."""
+    state: Any = getattr(module, "quant_state", None)
+    for holder in (state, getattr(state, "state2", None)):  # of scales that are quantised themselves
+        for name in ("absmax", "code", "offset"):
+            if isinstance(value := getattr(holder, name, None), torch.Tensor):
+                yield holder, name, value
 
 
 def refuse_8bit_shards(model: nn.Module) -> None:

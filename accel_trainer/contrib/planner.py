@@ -29,7 +29,7 @@ from accel_trainer.config.parallel import AxisSizes, axis_sizes
 from accel_trainer.config.schema import MixedPrecision
 from accel_trainer.contrib.ledger import Call, Ledger, noting_resizes
 from accel_trainer.errors import ConfigError, did_you_mean
-from accel_trainer.precision import build_precision
+from accel_trainer.precision import build_precision, scales_of
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext, job_set_aside
 from accel_trainer.runtime.side_stream import SideStream
@@ -267,6 +267,31 @@ def _take_memory(model: nn.Module) -> None:
     tied = find_tied_parameters(model)
     model.to_empty(device="cpu")  # makes a tensor for each module that has one
     retie_parameters(model, tied)
+    for module in model.modules():
+        for index, (holder, name, scales) in enumerate(scales_of(module)):
+            setattr(holder, name, torch.empty_like(scales, device="cpu"))
+            module.register_buffer(f"_scales_{index}", getattr(holder, name), persistent=False)  # to be counted
+            vars(module)["forward"] = partial(_multiply_packed, module)
+
+
+class _Packed(torch.autograd.Function):
+    """A product with weights of 4 bits: those of 16 are made for it and again in the backward, as by bitsandbytes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, shape: Sequence[int]) -> Tensor:
+        ctx.shape = shape
+        ctx.save_for_backward(packed)
+        return x @ x.new_empty(shape).t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient @ gradient.new_empty(ctx.shape), None, None
+
+
+def _multiply_packed(module: Any, x: Tensor) -> Tensor:
+    """Stand in for the forward of bitsandbytes' `Linear4bit`, whose parameters want values."""
+    product: Tensor = _Packed.apply(x.to(module.compute_dtype or x.dtype), module.weight, module.quant_state.shape)
+    return (product if module.bias is None else product + module.bias).to(x.dtype)
 
 
 class _CopiesNothing(SideStream):

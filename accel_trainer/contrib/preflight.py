@@ -23,6 +23,7 @@ from accel_trainer.big_models.device_map import convert_file_size_to_int
 from accel_trainer.config import LossImplementation, Resolved
 from accel_trainer.contrib.planner import Cluster, LayoutPlan, Workload, optimizer_builder, plan_layout, with_options
 from accel_trainer.errors import AccelTrainerError, ConfigError
+from accel_trainer.precision import scales_of
 from accel_trainer.runtime.memory import available_host_bytes, size_in_words
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import KeptStreams
@@ -210,10 +211,13 @@ def _without_memory(model: nn.Module) -> nn.Module:
         raise ConfigError(
             f"{type(model).__name__} is sharded already, and a plan begins with a full model; ask before prepare()"
         )
-    copies: dict[int, Any] = {
-        id(each): nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad) for each in model.parameters()
-    }
-    copies |= {id(each): torch.empty_like(each, device="meta") for each in model.buffers()}
+    copies: dict[int, Any] = {}
+    for each in model.parameters():
+        # A class of bitsandbytes quantises what is moved; what is planned takes the tensor alone.
+        tensor = each.detach().as_subclass(Tensor) if type(each).__name__ == "Params4bit" else each
+        copies[id(each)] = nn.Parameter(torch.empty_like(tensor, device="meta"), each.requires_grad)
+    scales = (tensor for module in model.modules() for _, _, tensor in scales_of(module))
+    copies |= {id(each): torch.empty_like(each, device="meta") for each in (*model.buffers(), *scales)}
     return copy.deepcopy(model, copies)
 
 

@@ -85,14 +85,10 @@ def plan(
 class RealRank:
     """A prepared model on this rank, and the sizes of its updates."""
 
-    def __init__(self, name: str) -> None:
-        from accel_trainer import Accelerator
-
-        self.accelerator = Accelerator(cpu=True, config=LAYOUTS[name][1])
-        model = build(name)
-        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        self.tokens_BL = torch.zeros(B, L, dtype=torch.long)
-        self.gradients = 0
+    def __init__(self, accelerator: Any, model: nn.Module, tokens_BL: torch.Tensor) -> None:
+        self.accelerator, self.tokens_BL, self.gradients = accelerator, tokens_BL, 0
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.model, self.optimizer = accelerator.prepare(model, torch.optim.AdamW(trained))
 
     def update(self) -> None:
         for _ in range(self.accelerator.gradient_accumulation_steps):
@@ -101,7 +97,7 @@ class RealRank:
                 self.accelerator.backward(loss)
                 del loss
                 if self.accelerator.sync_gradients:
-                    self.gradients = size(p.grad for p in self.model.parameters())
+                    self.gradients = size(p.grad for p in self.model.parameters() if p.requires_grad)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
@@ -145,7 +141,14 @@ def size(tensors: Any) -> int:
 
 
 def measure(name: str) -> dict[str, Any]:
-    rank = RealRank(name)
+    from accel_trainer import Accelerator
+
+    accelerator = Accelerator(cpu=True, config=LAYOUTS[name][1])
+    rank = RealRank(accelerator, build(name), torch.zeros(B, L, dtype=torch.long))
+    return measure_rank(rank, has_buckets=name.startswith("ddp"))
+
+
+def measure_rank(rank: RealRank, *, has_buckets: bool) -> dict[str, Any]:
     for _ in range(2):  # DDP makes its buckets anew after the first
         rank.update()
     gc.collect()
@@ -154,7 +157,7 @@ def measure(name: str) -> dict[str, Any]:
     found = {"parameters": size(rank.model.parameters()), "gradients": rank.gradients, "calls": calls}
     found["exchanged"] = exchanged
     found["optimizer_state"] = size(value for state in rank.optimizer.state.values() for value in state.values())
-    buckets = rank.gradients if name.startswith("ddp") else 0
+    buckets = rank.gradients if has_buckets else 0
     fixed = found["parameters"] + found["optimizer_state"] + buckets + 2 * rank.tokens_BL.nbytes
     found |= {"peak": fixed + peak, "activations": rank.saved_bytes()}
     rank.accelerator.free_memory()

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from accel_trainer import Accelerator
+from tests.contrib.test_planner import RealRank, measure_rank
 from tests.ecosystem.peft_models import RANKS, STRATEGIES, adapt, build_accelerator, build_peft_trainer
 from tests.ranks import RankFailure, preload, run_ranks
 from tests.trainer_jobs import TokenDataset
@@ -130,3 +132,21 @@ def test_a_state_with_a_4_bit_base_goes_on(base: Path, tmp_path: Path, origin: s
     other = str(save_base(tmp_path / "other", seed=1))  # the state has everything of the base, its scales too
     resumed = run_ranks(train_natively, RANKS[strategy], folder, other, strategy, 0, timeout=100)[0]
     np.testing.assert_allclose(resumed, losses[2:], rtol=2e-6)
+
+
+def plan_and_train(base: str, strategy: str) -> dict[str, tuple[int, int]]:
+    """Return the planned and the measured bytes of a rank, by what they are for."""
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model, tokens_BL = build(base, 4), torch.zeros(8, 64, dtype=torch.long)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    planned = accelerator.preflight(model, optimizer, {"input_ids": tokens_BL, "labels": tokens_BL})
+    measured = measure_rank(RealRank(accelerator, model, tokens_BL), has_buckets=False)
+    names = ("parameters", "gradients", "optimizer_state", "activations", "peak")
+    return {name: (getattr(planned, name), measured[name]) for name in names}
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("fsdp2", 2)])
+def test_a_plan_of_a_4_bit_base_is_what_a_rank_takes(base: Path, strategy: str, num_ranks: int):
+    for planned, measured in run_ranks(plan_and_train, num_ranks, str(base), strategy)[0].values():
+        assert planned == pytest.approx(measured, rel=0.05)
