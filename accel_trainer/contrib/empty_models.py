@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, MissingExtraError
@@ -77,6 +78,42 @@ def create_empty_model(
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def add_adapters(model: Any, rank: int, *, in_4_bits: bool) -> Any:
+    """Return a frozen model with PEFT's LoRA on all linear layers but the head (`target_modules="all-linear"`).
+
+    Args:
+        in_4_bits: whether these layers are packed as bitsandbytes packs them (blocks of 64, one fp32 scale for each),
+            and compute in bf16: QLoRA.
+
+    Raises:
+        ConfigError: PEFT finds no such layers.
+        MissingExtraError: PEFT is not installed.
+    """
+    import torch
+
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError:
+        raise MissingExtraError("adapters are those of PEFT, which is not installed: pip install peft") from None
+    try:
+        config = peft.LoraConfig(r=rank, target_modules="all-linear")
+        model = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ConfigError(f"PEFT adapts no {type(model).__name__}: {_first_line(error)}") from error
+    for module in model.modules() if in_4_bits else ():
+        layer: Any = getattr(module, "base_layer", None)
+        if isinstance(layer, torch.nn.Linear):
+            shape, packed = (
+                layer.weight.shape,
+                layer.weight.new_empty((layer.weight.numel() // 2, 1), dtype=torch.uint8),
+            )
+            scales = layer.weight.new_empty(layer.weight.numel() // 64, dtype=torch.float32)
+            layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+            layer.quant_state = SimpleNamespace(shape=shape, absmax=scales)
+            layer.compute_dtype = torch.bfloat16
+    return model
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:

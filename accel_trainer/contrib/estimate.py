@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from accel_trainer.contrib.empty_models import LIBRARIES, create_empty_model
 from accel_trainer.contrib.empty_models import add_timm_hub_prefix as add_timm_hub_prefix
 from accel_trainer.contrib.empty_models import verify_on_hub as verify_on_hub
-from accel_trainer.contrib.layouts import SPEEDS, candidates, layout_name, outcomes, plan_of, try_plan, with_policy
+from accel_trainer.contrib.layouts import (
+    SPEEDS,
+    adapters_in_words,
+    candidates,
+    layout_name,
+    outcomes,
+    plan_of,
+    try_plan,
+    with_policy,
+)
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.cli import add_option, as_subcommand, command_parser
 from accel_trainer.launch.flags import Options
@@ -77,6 +86,11 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     plan.add_argument("--batch", type=int, default=1, metavar="N", help="rows that a rank reads at once [1]")
     plan.add_argument("--sequence", type=int, metavar="N", help="tokens of a row [2048, or the model's most]")
     plan.add_argument("--dtype", choices=_TRAINABLE, default="float32", help="of the weights [float32]")
+    plan.add_argument(
+        "--lora", type=int, metavar="RANK", help="train LoRA of that rank on all linear layers, with PEFT"
+    )
+    text = "with --lora: the frozen layers are packed by bitsandbytes, as QLoRA has them"
+    add_option(plan, "load_in_4bit", action="store_true", help=text)
     plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim [AdamW]")
     for name, default, text in SPEEDS:
         add_option(plan, name, type=type(default), default=default, metavar="X", help=text)
@@ -223,7 +237,7 @@ def _plan_table(plan: LayoutPlan, policies: Sequence[LayoutPlan], args: argparse
     rows = [[name, *("" if size is None else size_in_words(size) for size in sizes)] for name, *sizes in memory]
     title = (
         f"A rank of {layout_name(plan)} ({plan.strategy}), {args.batch} x {args.sequence} for each of "
-        f"{plan.num_readers} reader(s), {args.optimizer}"
+        f"{plan.num_readers} reader(s), {args.optimizer}{adapters_in_words(args)}"
     )
     tables = [create_ascii_table(["memory", "size", "at the peak"], [r for r in rows if any(r[1:])], title)]
     headers = ["activation_checkpointing", "activations", "peak", "computed again", "computation"]
@@ -262,8 +276,8 @@ def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.N
     fitting = [plan for plan in plans if limit is None or plan.peak <= limit]
     headers = ["layout", "strategy", "checkpointing", "state", "activations", "peak", "compute", "exposed", "per row"]
     title = (
-        f"Layouts of `{args.model_name}`, {args.batch} x {args.sequence} for each reader, {args.optimizer}, the "
-        "fastest first (computation and exposed communication, per row of all)"
+        f"Layouts of `{args.model_name}`, {args.batch} x {args.sequence} for each reader, {args.optimizer}"
+        f"{adapters_in_words(args)}, the fastest first (computation and exposed communication, per row of all)"
     )
     rows = []
     for plan in fitting:

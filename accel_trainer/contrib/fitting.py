@@ -17,7 +17,15 @@ from typing import Any
 
 from accel_trainer.big_models.device_map import convert_file_size_to_int
 from accel_trainer.config.files import to_yaml
-from accel_trainer.contrib.layouts import SIZES_OF_MODELS, candidates, layout_name, outcomes, plan_of, with_policy
+from accel_trainer.contrib.layouts import (
+    SIZES_OF_MODELS,
+    adapters_in_words,
+    candidates,
+    layout_name,
+    outcomes,
+    plan_of,
+    with_policy,
+)
 from accel_trainer.contrib.planner import LayoutPlan
 from accel_trainer.contrib.preflight import MARGIN, cost_of
 from accel_trainer.errors import ConfigError
@@ -217,7 +225,7 @@ class Search:
         }
         head = [
             f"# {args.model_name} with updates of {args.global_batch} rows of {args.sequence} tokens, "
-            f"{args.optimizer}, weights in {args.dtype}:",
+            f"{args.optimizer}, weights in {args.dtype}{adapters_in_words(args)}:",
             f"# {size_in_words(best.plan.peak)} of {args.fit} at the peak, {1000 * best.seconds:.4g} ms an update at "
             f"{args.teraflops:g} TFLOP/s, planned by `accel-trainer estimate --fit`.",
             *[f"# Next: {_summary(fit)}" for fit in fits[1:3]],

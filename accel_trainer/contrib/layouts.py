@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from accel_trainer.contrib.empty_models import create_empty_model
+from accel_trainer.contrib.empty_models import add_adapters, create_empty_model
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.flags import Options
 from accel_trainer.launch.job import resolve_options
@@ -53,9 +53,16 @@ def plan_of(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]
     if resolved.is_set("launch.num_machines"):
         cluster = dataclasses.replace(cluster, ranks_per_node=-(-launch.num_processes // launch.num_machines))
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
+    dtype: Any = as_dtype(args.dtype)
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 2048
     args.sequence = args.sequence or min(2048, most)
-    workload = Workload(batch=args.batch, sequence=args.sequence, dtype=as_dtype(args.dtype), optimizer=args.optimizer)
+    if args.lora is not None:  # adapters have a dtype of their own
+        model, dtype = add_adapters(model.to(dtype), args.lora, in_4_bits=args.load_in_4bit), None
+    elif args.load_in_4bit:
+        raise ConfigError(
+            "--load_in_4bit is for a frozen model, whose packed weights get no gradients; add --lora RANK"
+        )
+    workload = Workload(batch=args.batch, sequence=args.sequence, dtype=dtype, optimizer=args.optimizer)
     return plan_layout(model, resolved, launch.num_processes, workload, cluster)
 
 
@@ -130,6 +137,11 @@ def _expert_sizes(within: Sequence[int], tp: int, sp: int, shard: int) -> list[i
     """Return sizes over which experts are shared: some neighbours; beside slices of sequences, all of a machine."""
     shared = within[1:] if sp == 1 else within[-1:]
     return [size for size in shared if tp == 1 and shard * sp % size == 0]
+
+
+def adapters_in_words(args: argparse.Namespace) -> str:
+    """Return how a list of what is planned goes on, where adapters are trained."""
+    return "" if args.lora is None else f", LoRA of rank {args.lora}{', its layers in 4 bits' * args.load_in_4bit}"
 
 
 def layout_name(plan: LayoutPlan) -> str:

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -267,3 +268,13 @@ def test_options_of_launch_belong_to_a_job(llama: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main(["estimate", llama, "--mixed_precision", "bf16"])
     assert "unrecognized arguments: --mixed_precision bf16" in capsys.readouterr().err
+
+
+def test_adapters_are_asked_for_by_name_and_need_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "model", LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).to_dict())
+    words = [folder, "--num_processes", "1"]
+    with pytest.raises(ConfigError, match=r"--load_in_4bit is for a frozen model, .* add --lora RANK"):
+        estimate.run_estimate([*words, "--load_in_4bit"])
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingExtraError, match="adapters are those of PEFT, which is not installed: pip install peft"):
+        estimate.run_estimate([*words, "--lora", "4"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from accel_trainer import Accelerator
+from accel_trainer.launch.cli import main
 from tests.contrib.test_planner import RealRank, measure_rank
 from tests.ecosystem.peft_models import RANKS, STRATEGIES, adapt, build_accelerator, build_peft_trainer
 from tests.ranks import RankFailure, preload, run_ranks
@@ -150,3 +152,32 @@ def plan_and_train(base: str, strategy: str) -> dict[str, tuple[int, int]]:
 def test_a_plan_of_a_4_bit_base_is_what_a_rank_takes(base: Path, strategy: str, num_ranks: int):
     for planned, measured in run_ranks(plan_and_train, num_ranks, str(base), strategy)[0].values():
         assert planned == pytest.approx(measured, rel=0.05)
+
+
+def test_estimate_plans_adapters_and_a_4_bit_base_from_a_configuration(base: Path, capsys: pytest.CaptureFixture[str]):
+    import peft
+    import transformers
+
+    command = ["estimate", str(base), "--num_processes", "1", "--batch", "8", "--sequence", "64", "--lora", "4"]
+    assert main([*command, "--load_in_4bit", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert main([*command, "--json"]) == 0
+    unpacked = json.loads(capsys.readouterr().out)
+
+    packed = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+    config = transformers.BitsAndBytesConfig(**packed)
+    model = transformers.LlamaForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.float32)
+    real: Any = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    trained = [p for p in real.parameters() if p.requires_grad]
+    assert planned["parameters"] == sum(p.nbytes for p in real.parameters())
+    assert planned["gradients"] == unpacked["gradients"] == sum(p.nbytes for p in trained)
+    assert planned["optimizer_state"] == 2 * sum(p.nbytes for p in trained) + 4 * len(trained)
+    tokens_BL = torch.zeros(8, 64, dtype=torch.long)
+    batch = {"input_ids": tokens_BL, "labels": tokens_BL}
+    found = Accelerator(cpu=True).preflight(real, torch.optim.AdamW(trained), batch)
+    assert found is not None
+    assert planned["peak"] == pytest.approx(found.peak, rel=0.05)
+    assert planned["flops"] == unpacked["flops"] == found.flops
+    assert unpacked["peak"] - planned["peak"] > 0.8 * (unpacked["parameters"] - planned["parameters"])
+    assert main([*command, "--load_in_4bit"]) == 0
+    assert "AdamW, LoRA of rank 4, its layers in 4 bits\n" in capsys.readouterr().out
