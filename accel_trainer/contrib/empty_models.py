@@ -103,7 +103,7 @@ def add_adapters(model: Any, rank: int, *, in_4_bits: bool) -> Any:
     except ValueError as error:
         raise ConfigError(f"PEFT adapts no {type(model).__name__}: {_first_line(error)}") from error
     for module in model.modules() if in_4_bits else ():
-        layer: Any = getattr(module, "base_layer", None)
+        layer = getattr(module, "base_layer", None)
         if isinstance(layer, torch.nn.Linear):
             shape, packed = (
                 layer.weight.shape,
@@ -111,8 +111,7 @@ def add_adapters(model: Any, rank: int, *, in_4_bits: bool) -> Any:
             )
             scales = layer.weight.new_empty(layer.weight.numel() // 64, dtype=torch.float32)
             layer.weight = torch.nn.Parameter(packed, requires_grad=False)
-            layer.quant_state = SimpleNamespace(shape=shape, absmax=scales)
-            layer.compute_dtype = torch.bfloat16
+            vars(layer).update(quant_state=SimpleNamespace(shape=shape, absmax=scales), compute_dtype=torch.bfloat16)
     return model
 
 
