@@ -482,11 +482,12 @@ def test_d21_augmentation_differs_per_rank_worker_and_epoch_and_is_reproducible(
     assert noise(0, 2) == first
 
 
-def test_a_worker_init_function_of_the_users_is_left_alone() -> None:
-    def init(worker_id: int) -> None:
-        torch.manual_seed(5)
+def seed_alike(worker_id: int) -> None:
+    torch.manual_seed(5)
 
-    (first,), (second,) = ([noise(rank, 2, worker_init_fn=init)[0]] for rank in range(2))
+
+def test_a_worker_init_function_of_the_users_is_left_alone() -> None:
+    (first,), (second,) = ([noise(rank, 2, worker_init_fn=seed_alike)[0]] for rank in range(2))
     assert first == second
 
 
