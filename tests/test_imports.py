@@ -132,6 +132,33 @@ def test_every_public_name_is_found_at_first_use(name: str):
     assert value is getattr(importlib.import_module(accel_trainer._EXPORTS[name]), name)
 
 
+COLLECTIONS = """
+import gc, sys
+import accel_trainer
+
+found = []
+sys.path.insert(0, sys.argv[1])
+gc.callbacks.append(lambda phase, info: found.append(phase))
+accel_trainer._load("many_lists")
+print(found, gc.isenabled(), gc.get_freeze_count(), len(gc.get_objects(generation=2)) > 50_000)
+gc.freeze()
+frozen = gc.get_freeze_count()
+accel_trainer._load("more_lists")
+print(gc.isenabled(), gc.get_freeze_count() == frozen)
+gc.disable()
+accel_trainer._load("json")
+print(gc.isenabled())
+"""
+
+
+def test_nothing_is_collected_while_a_name_is_loaded_and_collections_go_on_as_before(tmp_path: Path):
+    for name in ("many_lists", "more_lists"):
+        (tmp_path / f"{name}.py").write_text("lists = [[] for _ in range(50_000)]\n")
+    command = [sys.executable, "-c", COLLECTIONS, str(tmp_path)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert finished.stdout.splitlines() == ["[] True 0 True", "True True", "False"], finished.stderr
+
+
 def test_an_unknown_public_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'accel_trainer' has no attribute 'Acelerator'"):
         accel_trainer.Acelerator  # noqa: B018
