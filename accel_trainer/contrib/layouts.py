@@ -83,9 +83,11 @@ def outcomes(
             found.append(plan(flags))
             refused |= asked if len(asked) == 1 and isinstance(found[-1], ConfigError) else set()
     if rest := [flags for flags in waiting if not _sizes_of_models(flags) & refused]:
-        # Not forked: torch's threads do not survive that.
-        spawned = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(num_workers, len(rest)), mp_context=spawned) as pool:
+        # Not forked from here: torch's threads do not survive that. A server has none, and imports once for all.
+        methods = multiprocessing.get_all_start_methods()
+        context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+        context.set_forkserver_preload([__name__, "accel_trainer.contrib.planner", "transformers"])
+        with ProcessPoolExecutor(min(num_workers, len(rest)), mp_context=context) as pool:
             found += pool.map(plan, rest)
     return found
 
