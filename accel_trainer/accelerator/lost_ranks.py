@@ -282,16 +282,8 @@ class LostRanks:
         self._settle(said, number, gone, error)
         if survivors.members == before:
             return
-        rejoin(accelerator.process, survivors)
-        # More may be lost by now: where all that were ahead are, the others begin together again.
-        places = {rank: place for rank, place in places.items() if rank in survivors.members}
-        ahead = max(places.values())
-        behind = {rank: place for rank, place in places.items() if place != ahead}
-        if survivors.rank in behind and ahead[0] > self.num_updates:
-            self.note_update()  # which is complete once its result is here
-        self._share_out(accelerator)
+        self._meet_again(accelerator, places)
         has_joined, num_left = number in survivors.members, len(survivors.members)
-        self._level(accelerator, behind, ahead)
         if gone:
             logger.warning(
                 "rank %s of the %d that the launcher has started is lost; the %d that are left go on after update %d, "
@@ -420,21 +412,60 @@ class LostRanks:
                 loader.resize(self.num_shards, 0)
                 loader.share_out(self.left, 0, 0)
 
-    def _level(self, accelerator: Accelerator, behind: Mapping[int, list[int]], ahead: list[int]) -> None:
+    def _meet_again(self, accelerator: Accelerator, places: Mapping[int, list[int]]) -> None:
+        """Go on in the group of the members, behind what the foremost have done. Every one of them calls it.
+
+        `places`: of each of them, as it was where they met. Where more are lost meanwhile, it is done again.
+        """
+        survivors = self._survivors
+        while True:
+            rejoin(accelerator.process, survivors)
+            members = survivors.members
+            # Where all that were ahead are lost by now, the others begin together again.
+            left = {rank: place for rank, place in places.items() if rank in members}
+            ahead = max(left.values())
+            behind = {rank: place for rank, place in left.items() if place != ahead}
+            if survivors.rank not in behind:
+                self._share_out(accelerator)
+            if not behind:
+                return
+            given = None
+            try:
+                given = self._level(accelerator, behind, ahead)
+            except RuntimeError as error:
+                if not self.is_loss(error):
+                    raise
+            survivors.agree({}, group_timeout().total_seconds())
+            if survivors.members == members:
+                break
+        if survivors.rank in behind:
+            self._take_level(accelerator, behind[survivors.rank], ahead, given)
+
+    def _level(self, accelerator: Accelerator, behind: Mapping[int, list[int]], ahead: list[int]) -> Any:
         """Give those that are one step behind what the others have: an update's state, or a collective's result."""
         members, process = self._survivors.members, accelerator.process
-        source = next(number for number, rank in enumerate(members) if rank not in behind)
-        for rank, (num_updates, _, *windows) in behind.items():
-            is_update, to_rank = num_updates < ahead[0], members.index(rank)
+        source, given = next(number for number, rank in enumerate(members) if rank not in behind), None
+        for rank, place in behind.items():
+            to_rank = members.index(rank)
             if process.rank == source:
-                state = collect_state(accelerator) if is_update else {"result": self._last_result}
-                send(state, to_rank, process.device)
+                is_update = place[0] < ahead[0]
+                send(
+                    collect_state(accelerator) if is_update else {"result": self._last_result}, to_rank, process.device
+                )
             elif process.rank == to_rank:
-                state = receive(source, process.device)
-                if is_update:
-                    take_update(accelerator, state)
-                self._given = [PROGRESS.updates if is_update else state["result"]]
-                self._num_owed = max(ahead[2:]) - (0 if is_update else max(windows))
+                given = receive(source, process.device)
+        return given
+
+    def _take_level(self, accelerator: Accelerator, place: list[int], ahead: list[int], given: Any) -> None:
+        """Go on from `place` with what a rank that was `ahead` has given."""
+        is_update = place[0] < ahead[0]
+        if is_update:
+            self.note_update()  # which is complete with this
+        self._share_out(accelerator)
+        if is_update:
+            take_update(accelerator, given)
+        self._given = [PROGRESS.updates if is_update else given["result"]]
+        self._num_owed = max(ahead[2:]) - (0 if is_update else max(place[2:]))
 
     def attempt(self, part: Callable[[], object]) -> bool:
         """Whether a part of an update was completed: False where a rank is lost in it, and the update begins again."""

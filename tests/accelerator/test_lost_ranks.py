@@ -50,7 +50,9 @@ class Setup(NamedTuple):
     gathers: bool = True
     """Whether each micro-batch ends with a collective of the loop."""
     waits: tuple[int, ...] = ()
-    """Updates behind which the ranks that are left wait for one that returns."""
+    """Updates behind which the ranks that are left wait for some that return."""
+    num_at_once: int = 1
+    """Of those that return."""
 
 
 class Killed(NamedTuple):
@@ -106,7 +108,7 @@ def build(setup: Setup, folder: Path | None = None) -> Any:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader(data, setup.batch_size, shuffle=True, num_workers=setup.num_workers)
-    wait_for_others(folder if setup.waits else None)
+    wait_for_others(folder if setup.waits else None, setup.num_at_once)
     return accelerator, net, *accelerator.prepare(net, optimizer, loader, scheduler)
 
 
@@ -119,7 +121,7 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
 
     def pass_place(name: str) -> None:
         if Killed(launched_as, counts.number, name) in killed:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_oneself()
 
     accelerator.load_state("nowhere", missing_ok=True)
     for _ in range(loader.epoch, setup.num_epochs):
@@ -149,7 +151,7 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
             pass_place("callback")
             counts.number += 1
             if folder is not None and accelerator.sync_gradients and counts.updates in setup.waits:
-                wait_for_return(accelerator, folder, counts.updates)
+                wait_for_return(accelerator, folder, counts.updates, setup.num_at_once)
     values = values_of(net, accelerator.unit_of(model).averages)
     check_end(accelerator, counts, scheduler)
     facts = counts.updates, accelerator.num_processes, accelerator.process_index
@@ -174,17 +176,17 @@ def mean_of(losses: torch.Tensor, accelerator: Accelerator, setup: Setup) -> tor
     return accelerator.global_token_mean(losses.sum(), losses.numel()) if setup.by_tokens else losses.mean()
 
 
-def wait_for_return(accelerator: Any, folder: Path, update: int) -> None:
-    """Wait behind an update until one that returns waits to join, and it for this."""
+def wait_for_return(accelerator: Any, folder: Path, update: int, num_at_once: int = 1) -> None:
+    """Wait behind an update until those that return wait to join, and they for this."""
     (folder / f"waits behind {update}").touch()
-    wait_until(lambda: accelerator.lost_ranks._survivors.returning)
+    wait_until(lambda: len(accelerator.lost_ranks._survivors.returning) >= num_at_once)
 
 
-def wait_for_others(folder: Path | None) -> None:
+def wait_for_others(folder: Path | None, num_at_once: int = 1) -> None:
     """Wait, in a process that returns, until the others wait for it."""
     number, _, num_first = os.environ.get(RETURNS_VARIABLE, "0/1").partition("/")
     if folder is not None:
-        wait_until(lambda: len([*folder.glob("waits*")]) > int(number) - int(num_first))
+        wait_until(lambda: len([*folder.glob("waits*")]) > (int(number) - int(num_first)) // num_at_once)
 
 
 def wait_until(happens: Callable[[], object]) -> None:
@@ -224,10 +226,11 @@ def check(
     left: list[int] | None = None,
     run: Callable[..., Any] | None = None,
 ) -> None:
-    (expected, *_), samples = undisturbed(setup._replace(waits=()), world_size)
+    (expected, *_), samples = undisturbed(setup._replace(waits=(), num_at_once=1), world_size)
     env = REPLACE if setup.waits else CONTINUE
     run = run or functools.partial(run_ranks, train)
-    results = run(world_size, killed, setup, folder, env=env, outlives=True, replaces=len(setup.waits), timeout=90)
+    num_returning = len(setup.waits) * setup.num_at_once
+    results = run(world_size, killed, setup, folder, env=env, outlives=True, replaces=num_returning, timeout=90)
     lost = [each.rank for each in killed]
     # Those that return are the last, in the order in which they do.
     left = left or [rank for rank in range(world_size) if rank not in lost] + lost * bool(setup.waits)
@@ -296,6 +299,10 @@ def test_shards_are_refused_by_name(parallel: dict[str, int], reason: str) -> No
     assert all(said.startswith(reason) for said in run_ranks(say_why, 4, parallel, env=CONTINUE))
 
 
+def kill_oneself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def train_behind(killed: tuple[Killed, ...], setup: Setup, folder: Path, failing: Killed) -> Any:
     """Train; on a rank the exchange of a backward, or a gather, fails when the others have had what it sent."""
     calls = itertools.count()
@@ -316,7 +323,7 @@ def train_behind(killed: tuple[Killed, ...], setup: Setup, folder: Path, failing
 
     def rejoin_or_die(*args: Any) -> None:
         if any(each.rank == launched_as and each.place == "meeting" for each in killed):
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_oneself()
         rejoin(*args)
 
     lost_ranks.rejoin = rejoin_or_die
@@ -327,6 +334,32 @@ def test_those_ahead_are_lost_too_where_they_would_give_an_update(tmp_path: Path
     """The one that is left, which had not completed it, begins it again."""
     run = functools.partial(run_ranks, train_behind, failing=Killed(1, 2, "backward"))
     check(tmp_path, (Killed(2, 2, "optimizer"), Killed(0, 2, "meeting")), Setup(), world_size=3, left=[1], run=run)
+
+
+def train_levelling(killed: tuple[Killed, ...], setup: Setup, folder: Path, third: int) -> Any:
+    """Train; rank 1 is behind the others, and another rank, or it, is killed while it is given what it lacks."""
+    level = LostRanks._level
+
+    def level_or_die(self: LostRanks, *args: Any) -> Any:
+        if self._survivors.rank == third:
+            kill_oneself()
+        wait_until(lambda: third in self._survivors.lost)
+        return level(self, *args)
+
+    LostRanks._level = level_or_die  # type: ignore[method-assign]
+    return train_behind(killed, setup, folder, Killed(1, 2, "backward"))
+
+
+@pytest.mark.parametrize("third", [0, 1, 3], ids=["the one that gives", "the one that takes", "another"])
+def test_a_rank_is_lost_while_one_is_given_an_update(third: int, tmp_path: Path) -> None:
+    run = functools.partial(run_ranks, train_levelling, third=third)
+    check(tmp_path, (Killed(2, 2, "optimizer"),), Setup(), left=[r for r in (0, 1, 3) if r != third], run=run)
+
+
+def test_the_only_one_ahead_is_lost_while_it_gives_an_update(tmp_path: Path) -> None:
+    """The one that is left, which had not completed it, begins it again."""
+    run = functools.partial(run_ranks, train_levelling, third=0)
+    check(tmp_path, (Killed(2, 2, "optimizer"),), Setup(), world_size=3, left=[1], run=run)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +407,7 @@ def save_and_evaluate(folder: Path, killed: bool) -> Any:
     weights = accelerator.unwrap_model(model).state_dict()
     for step, batch in enumerate(evaluated):
         if killed and step == 1 and accelerator.process_index == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_oneself()
         accelerator.gather_for_metrics(batch)
     return weights
 
@@ -420,6 +453,11 @@ def test_a_rank_returns_between_two_updates(setup: Setup, tmp_path: Path) -> Non
 
 def test_the_other_of_two_ranks_returns(tmp_path: Path) -> None:
     check(tmp_path, (Killed(1, 1, "backward"),), Setup(waits=(2,)), world_size=2)
+
+
+def test_two_ranks_return_at_once(tmp_path: Path) -> None:
+    """Both wait behind one update; the first of them takes part in taking in the second."""
+    check(tmp_path, (Killed(1, 1, "backward"), Killed(2, 3, "data")), Setup(waits=(2,), num_at_once=2))
 
 
 def test_ranks_return_one_after_the_other(tmp_path: Path) -> None:
