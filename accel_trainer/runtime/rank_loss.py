@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.errors import RankLostError
+from accel_trainer.runtime.torch_private import count_groups_anew
 
 PREFIX = "accel_trainer/rank_loss"
 """Of the keys below in the job's store: of the store itself, whatever prefixes the ranks' own keys have."""
@@ -334,6 +335,10 @@ class Survivors:
         """Connect to the other members; return why that is not possible, or empty."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        count_groups_anew()
+        # Known before it was a member: the thread has looked already, and waits for another word.
+        if self.has_lost():
+            return "another rank is lost by now"
         name = f"{PREFIX}/group {self._num_meetings}"
         # A rank that is lost while they connect never answers.
         bound = timedelta(seconds=min(timeout_seconds, _MEETING_SECONDS))

@@ -615,6 +615,13 @@ def groups_set_aside() -> Iterator[None]:
         sys.excepthook = excepthook
 
 
+def count_groups_anew() -> None:
+    """Name the next group as the first one of a process: names are in the keys by which its ranks meet."""
+    # destroy_process_group() does so, but not where the group could not be formed, on some of its ranks: they would
+    # look for the others of the next one by another key (torch 2.13, `_process_group_name`).
+    _world.group_count = 0
+
+
 def group_device_types(group: dist.ProcessGroup) -> list[torch.device]:
     """Return the kinds of device whose tensors a group carries."""
     return list(_need(group, "torch.distributed.ProcessGroup._device_types"))

@@ -24,6 +24,7 @@ from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.runtime.own_watch import current_watch
 from accel_trainer.runtime.process import find_rank
+from accel_trainer.runtime.rank_loss import Survivors
 from accel_trainer.strategies.ddp import DDPUnit
 from tests.cells import crossed
 from tests.fault_injection import fault_env
@@ -464,3 +465,56 @@ def test_ranks_return_one_after_the_other(tmp_path: Path) -> None:
     """Rank 0 among them, whose process is killed once more, and not replaced then."""
     killed = (Killed(0, 1, "backward"), Killed(3, 6, "data"), Killed(0, 13, "optimizer"))
     check(tmp_path, killed, Setup(waits=(2, 5)), left=[1, 2, 3])
+
+
+def train_joining(killed: tuple[Killed, ...], setup: Setup, folder: Path, lost: int) -> Any:
+    """Train; where one returns as number 4, `lost` is killed before it connects, and some hear that too early.
+
+    They know of the loss before they know that the one who is lost, or they themselves, are members.
+    """
+    number = int(os.environ.get(RETURNS_VARIABLE, str(find_rank())).partition("/")[0])
+    settle, connect, wait, rejoin = (
+        Survivors.settle,
+        Survivors._connect,
+        Survivors.wait_for_admission,
+        lost_ranks.rejoin,
+    )
+
+    def settle_late(self: Survivors, returning: int, refused: str = "") -> None:
+        if lost == 4 and number == 3:
+            wait_until(lambda: lost in self.lost)
+            time.sleep(0.5)
+        settle(self, returning, refused)
+
+    def wait_late(self: Survivors) -> str:
+        refused = wait(self)
+        # As one whose thread has read of the loss before this one has read that it is a member.
+        if lost == 4:
+            kill_oneself()
+        members, self.members = self.members, [4]
+        wait_until(lambda: lost in self.lost)
+        time.sleep(0.5)  # in which the thread finds nothing to do, and waits for another word
+        self.members = members
+        return refused
+
+    def connect_soon(self: Survivors, timeout_seconds: float) -> str:
+        begin = time.monotonic()
+        problem = connect(self, timeout_seconds)
+        assert time.monotonic() - begin < 10
+        return problem
+
+    def rejoin_or_die(process: Any, survivors: Survivors) -> None:
+        if number == lost and 4 in survivors.members:
+            kill_oneself()
+        rejoin(process, survivors)
+
+    Survivors.settle, Survivors._connect = settle_late, connect_soon  # type: ignore[method-assign]
+    Survivors.wait_for_admission, lost_ranks.rejoin = wait_late, rejoin_or_die  # type: ignore[method-assign]
+    return train(killed, setup, folder)
+
+
+@pytest.mark.parametrize(("lost", "left"), [(2, [0, 3, 1]), (4, [0, 2, 3])], ids=["another", "the one that returns"])
+def test_a_rank_is_lost_while_one_that_returns_connects(lost: int, left: list[int], tmp_path: Path) -> None:
+    """Nobody waits for it until the connecting would be given up after 30 s."""
+    run = functools.partial(run_ranks, train_joining, lost=lost)
+    check(tmp_path, (Killed(1, 1, "backward"),), Setup(waits=(2,)), left=left, run=run)
