@@ -56,6 +56,7 @@ from accel_trainer.errors import CheckpointNotFoundError, ConfigError, ProcessGr
 from accel_trainer.runtime.fault_point import fault_point
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_or_raise, raise_together
+from accel_trainer.runtime.whereabouts import for_all
 
 Slices = Mapping[str, tuple[Sequence[int], Sequence[int]]]
 """Shape of the full tensor and offsets in it, for each tensor that is a shard."""
@@ -366,6 +367,7 @@ class Publication:
         self.abandon()
         return False
 
+    @for_all
     def _make(self, name: str, need_bytes: int) -> None:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         if not self.is_locked:
@@ -446,6 +448,7 @@ class Publication:
             tables |= {rank: table for rank, table in enumerate(gathered or []) if table is not None}
         return tables
 
+    @for_all
     def _publish(self, staged: StagedDirectory, tables: dict[int, Tables]) -> None:
         """Write the manifest and the marker, and rename; other ranks pass the same fault points."""
         if self.commits:

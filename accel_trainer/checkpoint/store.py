@@ -49,6 +49,7 @@ from accel_trainer.errors import (
     CorruptCheckpointError,
 )
 from accel_trainer.runtime.fault_point import fault_point
+from accel_trainer.runtime.whereabouts import for_all
 
 logger = logging.get_logger(__name__)
 
@@ -507,6 +508,7 @@ def pass_over(path: Path, reason: str, passed_over: list[str]) -> None:
     passed_over.append(f"{path.name}: {reason}")
 
 
+@for_all
 def retire(
     directory: Path, keep: int, protected: Collection[Path] = (), *, step: int | None = None, prefix: str = PREFIX
 ) -> list[Path]:

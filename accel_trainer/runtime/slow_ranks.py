@@ -6,7 +6,7 @@ phase, or to what the rank waits, and the ranks exchange these sums where a loop
 clocks are compared, and every engine is seen alike. On an accelerator the host is watched, which runs ahead: what slows
 a host down is named, a device that is slow by itself is not.
 
-P phases, R ranks
+P phases, without what one rank does for all, which has a column behind them; R ranks
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from torch import Tensor
 from accel_trainer import logging
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.torch_private import begun_collectives
-from accel_trainer.runtime.whereabouts import PHASES, activity_of
+from accel_trainer.runtime.whereabouts import FOR_ALL, PHASES, activity_of
 
 logger = logging.get_logger(__name__)
 
+_KINDS = (*PHASES, FOR_ALL)
 _LOOKS_PER_STEP = 20
 # A look takes 25 us, and 160 us of the processor on a busy machine, whose caches are cold: at most 0.6 % of the time.
 _MIN_SECONDS, _MAX_SECONDS = 0.025, 0.25
@@ -46,8 +47,8 @@ class PhaseSampler:
     def __init__(self, thread_id: int) -> None:
         """Begin to look at a thread."""
         self._thread_id = thread_id
-        self._seconds = [0.0] * (len(PHASES) + 1)
-        """By phase, and in all."""
+        self._seconds = [0.0] * (len(_KINDS) + 1)
+        """By phase, for all ranks, and in all."""
         self._backward: list[tuple[float, int]] = []
         """Looks at the present backward within torch's engine: seconds, and collectives begun until then."""
         self._begun = 0
@@ -65,8 +66,8 @@ class PhaseSampler:
         self._thread.join(1.0)
 
     def read(self) -> list[float]:
-        """Return the seconds of work in each of `PHASES` since the last call, and the seconds in all."""
-        seconds, self._seconds = self._seconds, [0.0] * (len(PHASES) + 1)
+        """Return the seconds of work in each of `PHASES` and for all since the last call, and the seconds in all."""
+        seconds, self._seconds = self._seconds, [0.0] * (len(_KINDS) + 1)
         return seconds
 
     def _run(self) -> None:
@@ -88,7 +89,7 @@ class PhaseSampler:
         if waits_in == "backward":
             self._backward.append((passed, begun))
         elif not waits_in:
-            self._seconds[PHASES.index(phase)] += passed
+            self._seconds[_KINDS.index(phase)] += passed
 
     def _end_backward(self) -> None:
         """Add the backward that has ended, until it began its last collective."""
@@ -151,7 +152,7 @@ class SlowRanks:
         self._min_updates = min_updates
         self._streaks: dict[str, _Streak] = {}
         self._window = torch.zeros(0)
-        """Seconds of all ranks, until there are enough, (R, P + 1)."""
+        """Seconds of all ranks, until there are enough, (R, P + 2)."""
         self._totals = torch.zeros(0)
         """The same since the beginning."""
         self._slow: dict[int, Counter[str]] = defaultdict(Counter)
@@ -161,15 +162,15 @@ class SlowRanks:
         self._is_begun = False
 
     def read(self) -> Tensor:
-        """Return this rank's seconds since the last call, (P + 1,), fp32, of which `judge` takes all ranks'."""
+        """Return this rank's seconds since the last call, (P + 2,), fp32, of which `judge` takes all ranks'."""
         sampler = self._find_sampler()
-        return torch.tensor([0.0] * (len(PHASES) + 1) if sampler is None else sampler.read())
+        return torch.tensor([0.0] * (len(_KINDS) + 1) if sampler is None else sampler.read())
 
     def judge(self, ranks: Tensor) -> dict[str, Any]:
         """Return the figures of a slow rank for a log, `perf/slow_rank` and `perf/slow_phase`; empty without one.
 
         Warns of a rank that was slow for long enough. `ranks`: the results of `read` at the same update,
-        (R, P + 1).
+        (R, P + 2).
         """
         before, ranks = self._updates, ranks.cpu()
         self._totals = ranks if self._totals.shape != ranks.shape else self._totals + ranks
@@ -178,7 +179,7 @@ class SlowRanks:
             return {}
         seconds, updates = max(row[-1] for row in rows), self._updates - before
         begun_at, self._seconds = self._seconds, self._seconds + seconds
-        work = [row[:-1] for row in rows]
+        work = [row[: len(PHASES)] for row in rows]
         found = find_slow_rank(work)
         is_slow = found.seconds >= _SHARE * seconds
         if is_slow:
@@ -194,7 +195,7 @@ class SlowRanks:
         """Return what each rank has done until the last log: seconds by phase and of waiting, and where it was slow."""
         plain = []
         for rank, (*work, total) in enumerate(self._totals.tolist()):
-            seconds = {phase: round(each, 2) for phase, each in zip(PHASES, work, strict=True)}
+            seconds = {phase: round(each, 2) for phase, each in zip(_KINDS, work, strict=True)}
             waits = round(max(total - sum(work), 0.0), 2)
             plain.append({"seconds": {**seconds, "waits": waits}, "slow_windows": dict(self._slow[rank])})
         return plain

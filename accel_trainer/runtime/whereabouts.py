@@ -43,9 +43,12 @@ _marked_sections: dict[tuple[str, int], str] = {}
 _marked_waits: dict[tuple[str, int], str] = {}
 _waiting_files: set[str] = set()
 _marked_device_waits: dict[tuple[str, int], str] = {}
+_marked_for_all: dict[tuple[str, int], str] = {}
 _STACK_LIMIT = 24
 
 OTHER = "other"
+FOR_ALL = "for all"
+"""What one rank does for all while they wait for it, by design: the phase of no slow rank, and none of `PHASES`."""
 _PHASE_OF_SECTION = {
     "data loading": "data",
     "forward": "forward",
@@ -74,6 +77,11 @@ def waits(name: str) -> Callable[[F], F]:
 def waits_for_device(function: F) -> F:
     """Decorate a function in which the host waits for its own device: no work of this rank. See `section`."""
     return _mark(_marked_device_waits, function, "")
+
+
+def for_all(function: F) -> F:
+    """Decorate a function of a save that one rank runs for all, which makes it no slow rank. See `section`."""
+    return _mark(_marked_for_all, function, "")
 
 
 def _mark(marks: dict[tuple[str, int], str], function: F, name: str) -> F:
@@ -145,12 +153,13 @@ def describe_thread(thread_id: int) -> Whereabouts | None:
 
 
 def activity_of(thread_id: int) -> tuple[str, str]:
-    """Return a thread's phase, one of `PHASES`, and the `Whereabouts.operation` that it waits in, or empty.
+    """Return a thread's phase, of `PHASES` or `FOR_ALL`, and the `Whereabouts.operation` that it waits in, or empty.
 
     Callable from another thread, often: 25 us for a Trainer's 40 calls.
     """
     calls = _calls_of(thread_id)
-    phase = next(filter(None, map(_phase, calls)), OTHER)
+    phases = [*filter(None, map(_phase, calls)), OTHER]
+    phase = FOR_ALL if FOR_ALL in phases else phases[0]
     if not calls or "torch/distributed/tensor/" in calls[-1].path:
         return phase, ""  # DTensor computes in its dispatch, which is no wait
     if (calls[-1].path, calls[-1].first_line) in _marked_device_waits:
@@ -161,7 +170,8 @@ def activity_of(thread_id: int) -> tuple[str, str]:
 def _phase(call: _Call) -> str:
     key = call.path, call.first_line
     if (found := _known_phases.get(key)) is None:
-        found = _known_phases[key] = _PHASE_OF_SECTION.get(_section(call, None), "")
+        is_for_all = key in _marked_for_all
+        found = _known_phases[key] = FOR_ALL if is_for_all else _PHASE_OF_SECTION.get(_section(call, None), "")
     return found
 
 

@@ -7,21 +7,21 @@ import torch
 
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.slow_ranks import SlowRanks, find_slow_rank
-from accel_trainer.runtime.whereabouts import PHASES
+from accel_trainer.runtime.whereabouts import FOR_ALL, PHASES
 from tests.cells import beyond
 from tests.ranks import run_ranks
 from tests.slow_rank_trials import EVERYONE, run_trial
 
 
 def _row(seconds: float = 10.0, **phases: float) -> list[float]:
-    return [phases.get(phase, 0.1) for phase in PHASES] + [seconds]
+    return [phases.get(phase, 0.1) for phase in PHASES] + [phases.get("for_all", 0.0), seconds]
 
 
 def test_the_slow_rank_is_the_one_with_most_work_and_its_phase_the_one_that_differs_most():
     work = [
-        _row(forward=3, backward=5)[:-1],
-        _row(forward=3, backward=5, data=2)[:-1],
-        _row(forward=3.5, backward=4)[:-1],
+        _row(forward=3, backward=5)[:-2],
+        _row(forward=3, backward=5, data=2)[:-2],
+        _row(forward=3.5, backward=4)[:-2],
     ]
     found = find_slow_rank(work)
     assert (found.rank, found.phase) == (1, "data")
@@ -66,6 +66,18 @@ def test_what_each_rank_has_done_since_the_beginning_is_kept(watch):
     for rank in (fast, slow):  # of 30 s each
         assert sum(rank["seconds"].values()) == pytest.approx(30, abs=0.1)
     assert (fast["slow_windows"], slow["slow_windows"]) == ({}, {"save": 2})  # the first window is the start's
+
+
+def test_what_one_rank_does_for_all_neither_makes_it_slow_nor_hides_another(watch, caplog):
+    """Rank 0 writes for 5 s what all wait for, and rank 1 its own for 4 s more than others: one after the other."""
+    for _ in range(4):
+        _judge(watch, _row(for_all=5), _row())
+    assert watch.to_plain()[0]["seconds"][FOR_ALL] == pytest.approx(20)
+    assert not caplog.records
+    for _ in range(4):
+        found = _judge(watch, _row(for_all=5), _row(save=4))
+    assert found == {"perf/slow_rank": 1, "perf/slow_phase": "save"}
+    assert "rank 1 is slow in save: for 30 updates the other ranks have waited for it, 39 %" in caplog.text
 
 
 def test_another_rank_or_a_fast_window_between_ends_a_streak(watch, caplog):

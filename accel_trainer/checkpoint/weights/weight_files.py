@@ -44,6 +44,7 @@ from accel_trainer.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
+from accel_trainer.runtime.whereabouts import for_all
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -239,6 +240,7 @@ def gather_to_file(
     return {name: found[str(id(tensor))] for name, tensor in tensors.items()}
 
 
+@for_all
 def _through_file(distinct: Mapping[str, LazyTensor], made: Iterator[Tensor], target: Path) -> dict[str, Tensor]:
     """Append tensors, `made` in their `write_order`, to a file without a name, and return them mapped from it."""
     directory = next(each for each in (target.absolute(), *target.absolute().parents) if each.is_dir())

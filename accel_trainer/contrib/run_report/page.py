@@ -329,8 +329,9 @@ def _ranks(run: RecordedRun) -> str:
         rows.append((str(rank), *(escape(describe_seconds(seconds[name])) for name in phases), escape(slow)))
     rest = f" {len(order) - _MAX_RANKS} more are left out." if len(order) > _MAX_RANKS else ""
     note = (
-        '<p class="note">Seconds of the work of each rank, and of its waiting for others. A rank is slow in a phase '
-        f"where the others have waited for it for a tenth of the time between two logs (how often).{rest}</p>"
+        '<p class="note">Seconds of the work of each rank, of what it wrote for all, and of its waiting for others. A '
+        "rank is slow in a phase where the others have waited for it for a tenth of the time between two logs (how "
+        f"often).{rest}</p>"
     )
     return _section("Ranks", _table(["rank", *phases, "slow in"], rows) + note)
 

@@ -48,7 +48,7 @@ from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE, PreemptedExit,
 from accel_trainer.runtime.process import ProcessContext, find_attempt, read_environment
 from accel_trainer.runtime.rng import KeptStreams, get_rng_state, set_rng_state
 from accel_trainer.runtime.shared_errors import raise_together
-from accel_trainer.runtime.whereabouts import section
+from accel_trainer.runtime.whereabouts import for_all, section
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.trainer.arguments.training_arguments import setting
 from accel_trainer.trainer.checkpoint import upstream_files
@@ -234,6 +234,7 @@ class SavingMethods(_Upstream):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    @for_all
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         is_for_this_node = self.args.save_on_each_node and self.args.should_save
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False) if is_for_this_node else None
@@ -391,6 +392,7 @@ def _write(trainer: Trainer, target: Path, staged: StagedDirectory) -> None:
     }
 
 
+@for_all
 def _save_state(trainer: Trainer, path: str) -> None:
     state = trainer.state
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:

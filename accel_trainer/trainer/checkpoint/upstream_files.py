@@ -66,6 +66,7 @@ from accel_trainer.data.position import Position
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_calls, raise_together
+from accel_trainer.runtime.whereabouts import for_all
 from accel_trainer.strategies.api import CheckpointIO
 from accel_trainer.strategies.local_replicas import LocalReplicas, OuterOptimizer
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO
@@ -192,6 +193,7 @@ def _staged(trainer: Trainer, directory: Path) -> StagedDirectory | None:
     return staged if staged is not None and staged.path == directory else None
 
 
+@for_all
 def _write_torch(trainer: Trainer, directory: Path, name: str, value: Any, *, is_private: bool = False) -> None:
     """Write a file of a checkpoint, or of any other directory, as `torch.save` does."""
     staged = _staged(trainer, directory)
