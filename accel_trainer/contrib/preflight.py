@@ -25,6 +25,7 @@ from accel_trainer.contrib.planner import Cluster, LayoutPlan, Workload, optimiz
 from accel_trainer.errors import AccelTrainerError, ConfigError
 from accel_trainer.precision import scales_of
 from accel_trainer.runtime.memory import available_host_bytes, size_in_words
+from accel_trainer.runtime.model_wrappers import unsharded_shape
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.trainer.training_data import packing_collator
@@ -206,7 +207,10 @@ class PlannedRun:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """Return a copy of a model on the meta device; nothing of it is copied on the way there."""
+    """Return a copy of a model on the meta device; nothing of it is copied on the way there.
+
+    One that ZeRO-3 has built in pieces has its full parameters there.
+    """
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise ConfigError(
             f"{type(model).__name__} is sharded already, and a plan begins with a full model; ask before prepare()"
@@ -218,7 +222,17 @@ def _without_memory(model: nn.Module) -> nn.Module:
         copies[id(each)] = nn.Parameter(torch.empty_like(tensor, device="meta"), each.requires_grad)
     scales = (tensor for module in model.modules() for _, _, tensor in scales_of(module))
     copies |= {id(each): torch.empty_like(each, device="meta") for each in (*model.buffers(), *scales)}
+    copies: dict[int, Any] = {
+        id(each): nn.Parameter(_without_values(each), each.requires_grad) for each in model.parameters()
+    }
+    copies |= {id(each): torch.empty_like(each, device="meta") for each in model.buffers()}
     return copy.deepcopy(model, copies)
+
+
+def _without_values(parameter: Tensor) -> Tensor:
+    shape = unsharded_shape(parameter)
+    is_full = parameter.shape == shape
+    return torch.empty_like(parameter, device="meta") if is_full else parameter.new_empty(shape, device="meta")
 
 
 def _memory_limit(process: ProcessContext, asked: int | None) -> tuple[int, str]:

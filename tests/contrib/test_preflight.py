@@ -55,6 +55,26 @@ def test_a_rank_of_a_job_plans_what_a_process_alone_plans_and_the_job_goes_on(na
         assert parameters == held
 
 
+def planned_of_zero_3(in_pieces: bool) -> Any:
+    """Plan a model that transformers has built in pieces, or in full, and say whether it was; see `building`."""
+    options = {"deepspeed": {"zero_optimization": {"stage": 3}}, "mixed_precision": "bf16"}
+    accelerator = Accelerator(cpu=True, config={"strategy": "deepspeed", **options})
+    with accelerator.strategy.building(in_pieces):
+        model = build()
+    tokens_BL = torch.ones(B, L, dtype=torch.long)
+    plan = accelerator.preflight(
+        model, torch.optim.AdamW(model.parameters()), {"input_ids": tokens_BL, "labels": tokens_BL}
+    )
+    assert plan is not None
+    return any(p.numel() == 0 for p in model.parameters()), plan.parameters, plan.peak, plan.flops
+
+
+def test_a_model_that_zero_3_has_built_in_pieces_is_planned_in_full():
+    (in_pieces, _), (in_full, _) = (run_ranks(planned_of_zero_3, 2, each, timeout=120) for each in (True, False))
+    assert (in_pieces[0], in_full[0]) == (True, False)
+    assert in_pieces[1:] == in_full[1:]
+
+
 # --- a Trainer --------------------------------------------------------------------------------------------------------
 
 
