@@ -63,6 +63,13 @@ def plan_of(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]
             "--load_in_4bit is for a frozen model, whose packed weights get no gradients; add --lora RANK"
         )
     workload = Workload(batch=args.batch, sequence=args.sequence, dtype=dtype, optimizer=args.optimizer)
+    workload = Workload(
+        batch=args.batch,
+        sequence=args.sequence,
+        dtype=as_dtype(args.dtype),
+        optimizer=args.optimizer,
+        is_on_gpu=not resolved.config.use_cpu,
+    )
     return plan_layout(model, resolved, launch.num_processes, workload, cluster)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -22,8 +23,9 @@ from accel_trainer.commands.estimate import (
     gather_data,
     verify_on_hub,
 )
+from accel_trainer.config import resolve
 from accel_trainer.contrib import empty_models, estimate, layouts
-from accel_trainer.contrib.planner import PARTS
+from accel_trainer.contrib.planner import PARTS, Cluster, Workload, plan_layout
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, MissingExtraError
 from accel_trainer.launch.cli import main
 
@@ -175,6 +177,21 @@ def test_a_rank_of_a_job_is_planned(llama: str, tmp_path: Path, capsys: pytest.C
     assert {axis: size for axis, size in plan["sizes"].items() if size > 1} == {"dp_shard": 4, "tp": 2}
     assert (plan["rows"], plan["peak"]) == (12, sum(plan["peak_parts"].values()))
     assert {each["kind"] for each in plan["exchanges"]} == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+def test_a_job_on_the_cpu_is_planned_with_a_cpus_kernels(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for words in ([], ["--cpu"]):
+        estimate.run_estimate([llama, "--num_processes", "1", "--sequence", "2", "--json", *words])
+        found.append(json.loads(capsys.readouterr().out))
+    gpu, cpu = found
+    # One parameter after the other is updated there; here all at once, with as many temporaries.
+    assert cpu["peak"] < gpu["peak"]
+    config = LlamaConfig(**SMALL)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    workload = Workload(sequence=2, is_on_gpu=False)
+    assert cpu["peak"] == plan_layout(model, resolve(file={}, environ={}), 1, workload, Cluster()).peak
 
 
 def test_layouts_that_fit_are_ranked(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
