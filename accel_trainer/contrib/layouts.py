@@ -62,11 +62,10 @@ def plan_of(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]
         raise ConfigError(
             "--load_in_4bit is for a frozen model, whose packed weights get no gradients; add --lora RANK"
         )
-    workload = Workload(batch=args.batch, sequence=args.sequence, dtype=dtype, optimizer=args.optimizer)
     workload = Workload(
         batch=args.batch,
         sequence=args.sequence,
-        dtype=as_dtype(args.dtype),
+        dtype=dtype,
         optimizer=args.optimizer,
         is_on_gpu=not resolved.config.use_cpu,
     )

@@ -215,24 +215,21 @@ def _without_memory(model: nn.Module) -> nn.Module:
         raise ConfigError(
             f"{type(model).__name__} is sharded already, and a plan begins with a full model; ask before prepare()"
         )
-    copies: dict[int, Any] = {}
-    for each in model.parameters():
-        # A class of bitsandbytes quantises what is moved; what is planned takes the tensor alone.
-        tensor = each.detach().as_subclass(Tensor) if type(each).__name__ == "Params4bit" else each
-        copies[id(each)] = nn.Parameter(torch.empty_like(tensor, device="meta"), each.requires_grad)
-    scales = (tensor for module in model.modules() for _, _, tensor in scales_of(module))
-    copies |= {id(each): torch.empty_like(each, device="meta") for each in (*model.buffers(), *scales)}
     copies: dict[int, Any] = {
         id(each): nn.Parameter(_without_values(each), each.requires_grad) for each in model.parameters()
     }
-    copies |= {id(each): torch.empty_like(each, device="meta") for each in model.buffers()}
+    scales = (tensor for module in model.modules() for _, _, tensor in scales_of(module))
+    copies |= {id(each): torch.empty_like(each, device="meta") for each in (*model.buffers(), *scales)}
     return copy.deepcopy(model, copies)
 
 
 def _without_values(parameter: Tensor) -> Tensor:
     shape = unsharded_shape(parameter)
-    is_full = parameter.shape == shape
-    return torch.empty_like(parameter, device="meta") if is_full else parameter.new_empty(shape, device="meta")
+    if parameter.shape != shape:
+        return parameter.new_empty(shape, device="meta")
+    # A class of bitsandbytes quantises what is moved; what is planned takes the tensor alone.
+    packed = type(parameter).__name__ == "Params4bit"
+    return torch.empty_like(parameter.detach().as_subclass(Tensor) if packed else parameter, device="meta")
 
 
 def _memory_limit(process: ProcessContext, asked: int | None) -> tuple[int, str]:
