@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import operator
 from collections.abc import Iterator
 from functools import partial, reduce
@@ -27,6 +28,9 @@ from accel_trainer.runtime.process import ProcessContext, init_process, read_env
 from tests.cells import crossed
 from tests.number_sets import SEED, prepare
 from tests.ranks import run_ranks
+
+# Workers are given lambdas, and count into this process's memory: no server can start them, which Python 3.14 asks.
+multiprocessing.set_start_method("fork", force=True)
 
 SAMPLES, GLOBAL_BATCH, BUFFER = 90, 6, 8
 SHARD_SIZES = (23, 3, 17, 0, 31, 16)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -25,6 +27,8 @@ from tests.loops import adamw, check_open_window, resume_open_window, start, upd
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
+
+IS_NEW = Version(transformers.__version__) >= Version("5.23")
 
 # Of each way in which a plan shards something, one family (`make test-families` has all): biases and a tied head, a
 # head with a bias, experts of a mixture with the loss that balances their load; beyond the sample, scaled and tied
@@ -303,7 +307,9 @@ def train_own_models() -> dict[str, Any]:
 def on_two_ranks(folder: str, families: list[str], by_gradient: list[str]) -> dict[str, Any]:
     found = {"loaded": load_empty({"tp_size": 2}, folder), "dropout": drop_out()}
     found["sums"] = {way: count_sums(way) for way in WAYS}
-    found |= {"gradients": compare(by_gradient), "refused": compare(["glm5_next_text"], given=False)}
+    # In transformers 5.17 its sizes of other releases are an error.
+    refused = compare(["glm5_next_text"], given=False) if IS_NEW else None
+    found |= {"gradients": compare(by_gradient), "refused": refused}
     return train_families(families) | found | {"sharded losses": make_sharded_losses(), "own": train_own_models()}
 
 
@@ -353,6 +359,7 @@ def test_a_familys_gradients_are_those_of_one_process(kind: str, families: list[
         assert found.share < 1
 
 
+@pytest.mark.skipif(not IS_NEW, reason="needs a newer transformers")
 def test_a_layer_that_is_given_all_inputs_for_its_shard_says_so(families: list[dict[str, Any]]):
     for found in (of_rank["refused"]["glm5_next_text"].refused for of_rank in families):
         assert "'layers.0.self_attn.o_proj' as 'rowwise', for this rank's shard of its 32 inputs, and it is" in found
