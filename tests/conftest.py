@@ -135,6 +135,16 @@ def pytest_sessionfinish() -> None:
             build.wait()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Collect tests without looking for garbage: what they import makes 2 million objects that all stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the cells beyond the sample (tests/cells.py), unless a marker or the name of a test asks for them."""
     if hasattr(config, "workerinput"):

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 3.0
 
 _PRELOADED = [
+    "tests.no_collections",
     "pytest",
     "torch",
     "torch.distributed.checkpoint.state_dict",
@@ -357,6 +358,7 @@ def _rank_main(pipe: connection.Connection, call: _Call) -> None:
     _isolate(stacks.fileno(), call.lifetime_seconds)
     # A full collection would walk, and so copy, all that the server has imported: half a second.
     gc.freeze()
+    gc.enable()
     os.chdir(call.directory)
     os.environ.clear()
     os.environ.update(call.environ)
