@@ -82,6 +82,8 @@ DEMO_RANKS ?= 2
 DEMO_CONFIG ?= fsdp_configs/full_shard.yaml
 DEMO_ARGS ?=
 
+# Some images set it: every rank would compile its test module anew, and every process that a test starts our package.
+unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its ops with the ninja of the environment, which it looks for on the PATH.
 export PATH := $(abspath $(BIN)):$(PATH)
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
