@@ -17,6 +17,7 @@ from tests.ranks import preload, run_ranks
 
 preload(
     "accel_trainer.trainer",
+    "accel_trainer.contrib.run_report.callback",
     "datasets",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",

@@ -27,7 +27,9 @@ from accel_trainer.runtime.collectives import gather_object
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
 from tests.cells import crossed
 from tests.number_sets import SEED, prepare
-from tests.ranks import run_ranks
+from tests.ranks import preload, run_ranks
+
+preload("datasets", "scipy.io")
 
 # Workers are given lambdas, and count into this process's memory: no server can start them, which Python 3.14 asks.
 multiprocessing.set_start_method("fork", force=True)
@@ -127,15 +129,19 @@ def go_on(loaders: list[PreparedDataLoader], state: dict[str, Any], until: int =
 
 
 WORKERS = [(0, 0), (2, 2), (3, 0), (4, 3), (0, 2)]
+STOPS = [((1, 2), (-1, 1)), ((7, 3), (3, 2))]
+"""Two each: after how many steps of the first epoch on how many ranks, and how many steps from its end."""
 
 
-@pytest.mark.parametrize(("kind", "before", "after"), crossed(KINDS, WORKERS))
-def test_a_stream_goes_on_with_other_workers_and_ranks(kind: str, before: int, after: int) -> None:
+@pytest.mark.parametrize(("kind", "before", "after", "first", "second"), crossed(KINDS, WORKERS, STOPS))
+def test_a_stream_goes_on_with_other_workers_and_ranks(
+    kind: str, before: int, after: int, first: tuple[int, int], second: tuple[int, int]
+) -> None:
     whole = list(steps(loaders_of(kind, 1, before)))
     if kind not in (*STRATEGIES, "mixed"):
         epoch = sorted(chain.from_iterable(whole[: len(whole) // 2]))
         assert epoch == [index for index in range(SAMPLES) if kind != "mapped" or index % 7 != 3]
-    for after_steps, ranks in ((1, 2), (7, 3), (len(whole) // 2 - 1, 1), (len(whole) // 2 + 3, 2)):
+    for after_steps, ranks in (first, (len(whole) // 2 + second[0], second[1])):
         head, state = stop(loaders_of(kind, ranks, before), after_steps)
         assert [*head, *go_on(loaders_of(kind, 2, after), state)] == whole, after_steps
 
@@ -245,7 +251,20 @@ def part_of_a_run(
     kind: str, workers: int, state: dict[str, Any] | None, num_steps: int | None, until: int = 2
 ) -> tuple[list[list[int]], list[dict[str, Any]], int]:
     """Read some steps on all ranks; return their ids, the state after each, and the rows read on this rank."""
+    return parts_of_runs(kind, workers, [state], num_steps, until)[0]
+
+
+def parts_of_runs(
+    kind: str, workers: int, states: list[Any], num_steps: int | None = None, until: int = 2
+) -> list[tuple[list[list[int]], list[dict[str, Any]], int]]:
+    """Return the parts that begin at each of some states: a job of ranks costs more than to read in it."""
     process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+    return [_part_of_a_run(process, kind, workers, state, num_steps, until) for state in states]
+
+
+def _part_of_a_run(
+    process: ProcessContext, kind: str, workers: int, state: dict[str, Any] | None, num_steps: int | None, until: int
+) -> tuple[list[list[int]], list[dict[str, Any]], int]:
     loader = shard_loader(kind, process, workers)
     if state is not None:
         loader.load_state_dict(state)
@@ -268,14 +287,16 @@ def test_shards_of_ranks_go_on_on_as_many_exactly_and_on_others_with_each_sample
     assert other[1] == states
     (last,) = (number for number, state in enumerate(states) if state["is_complete"] and not state["epoch"])
     assert sorted(flat(whole[: last + 1])) == sorted(flat(whole[last + 1 :])) == list(range(SAMPLES))
-    for number in (0, 3, last - 1):
+    numbers = (0, 3, last - 1)
+    stops = [states[number] for number in numbers]
+    same = run_ranks(parts_of_runs, 2, kind, workers, stops)
+    others = [run_ranks(parts_of_runs, ranks, kind, 3 - workers, stops)[0] for ranks in (1, 3)]
+    for number, *on_two, rest_of_one, rest_of_three in zip(numbers, *same, *others, strict=True):
         head = flat(whole[: number + 1])
-        same = run_ranks(part_of_a_run, 2, kind, workers, states[number], None)
-        assert same[0][0] == whole[number + 1 :]
-        read_again = sum(num_read for *_, num_read in same) - (2 * SAMPLES - len(head))
+        assert on_two[0][0] == whole[number + 1 :]
+        read_again = sum(num_read for *_, num_read in on_two) - (2 * SAMPLES - len(head))
         assert 0 <= read_again <= (BUFFER if kind == "shuffled" else 0) * 2 * max(1, workers)
-        for ranks in (1, 3):
-            rest = run_ranks(part_of_a_run, ranks, kind, 3 - workers, states[number], None)[0]
+        for rest in (rest_of_one, rest_of_three):
             cut = next(index for index, state in enumerate(rest[1], 1) if state["is_complete"])
             assert sorted([*head, *flat(rest[0][:cut])]) == list(range(SAMPLES))
             assert sorted(flat(rest[0][cut:])) == list(range(SAMPLES))
