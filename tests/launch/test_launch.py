@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cells import beyond
 from tests.launches import launch, run_command
 from tests.ranks import RankFailure, free_port, run_ranks
 
@@ -317,7 +318,8 @@ accelerator.end_training()
 """
 
 
-@pytest.mark.parametrize(("action", "size"), [("load", 3), ("load", 2), ("forget", 3)])
+# A rank returns beside one, or beside several in tests/accelerator/test_lost_ranks.py, too.
+@pytest.mark.parametrize(("action", "size"), [beyond(("load", 3)), ("load", 2), ("forget", 3)])
 def test_another_is_started_in_the_place_of_a_worker_that_is_killed(action: str, size: int, tmp_path: Path) -> None:
     """The first of them fails before it has joined the others, which do not notice."""
     words = ["--cpu", "--num_processes", str(size), "--on_rank_loss", "replace", "--max_restarts", "2"]
