@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cells import crossed
 from tests.ecosystem.peft_models import (
     METHODS,
     RANKS,
@@ -118,8 +119,7 @@ def test_checkpoints_hold_the_adapter_alone_and_from_pretrained_reads_it(runs, s
 
 @pytest.mark.slow
 @pytest.mark.multirank
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("origin", ["single", "fsdp"])
+@pytest.mark.parametrize(("origin", "strategy"), crossed(["fsdp", "single"], STRATEGIES))
 def test_every_strategy_and_number_of_ranks_goes_on_from_any_checkpoint(runs, origin, strategy):
     found, folder = runs(origin)
     resumed = run_ranks(resume_all, RANKS[strategy], str(folder), strategy, timeout=250)[0]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import accel_trainer
+from tests.cells import crossed
 from tests.ecosystem.text_jobs import build_tokenizer, preferences, quiet, save_llama, texts
 from tests.ranks import preload
 from tests.trainer_jobs import on_ranks, strategy_arguments
@@ -155,8 +156,7 @@ def test_packing_in_trls_arguments_is_trls_own(tmp_path: Path):
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("kind", sorted(OURS))
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("kind", "strategy"), crossed(sorted(OURS), ["ddp", "fsdp"]))
 def test_two_ranks_give_the_numbers_of_one_process_and_resume(folder: Path, kind: str, strategy: str):
     found = on_ranks(strategy, run, kind, str(folder / "ranks"))
     for whole, resumed in found:
