@@ -84,6 +84,31 @@ def test_each_line_has_its_verdict(tmp_path):
     assert {line for line, *_ in found} <= {2, 3, 4, 5, 6, 8, 9, 10, 12, 13, 14, 15, 17, 19, 24}
 
 
+ACCUMULATES = """\
+from accelerate import Accelerator
+accelerator = Accelerator()
+unet = UNet.from_pretrained("sd")
+inner = Layers(unet)
+held = Text()
+inner, optimizer = accelerator.prepare(inner, optimizer)
+models = [inner]
+def step(given):
+    with accelerator.accumulate(unet), accelerator.accumulate(inner):
+        accelerator.accumulate(models)
+        accelerator.accumulate(given)
+        accelerator.accumulate(held)
+"""
+
+
+def test_a_model_that_no_prepare_gets_does_not_accumulate(tmp_path):
+    """As in diffusers' custom_diffusion, which prepares the trained layers and accumulates the model around them."""
+    words = "Accelerator.accumulate({}): no prepare() of this file gets {}, and prepared models are what it takes -> "
+    found = [each for each in verdicts(tmp_path, ACCUMULATES) if each[1] == "replace"]
+    assert found == [(line, "replace", words.format(name, name)) for line, name in ((9, "unet"), (12, "held"))]
+    listed = ACCUMULATES.replace("prepare(inner, optimizer)", "prepare(*everything)")
+    assert not [each for each in verdicts(tmp_path, listed) if each[1] == "replace"]
+
+
 def test_what_compat_restores_does_not_change(tmp_path):
     text = "from accel_trainer import Accelerator\nAccelerator(gradient_accumulation_steps=2)\n"
 

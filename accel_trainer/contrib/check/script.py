@@ -201,7 +201,10 @@ class Script:
         key, found, is_method = self._called(node.func)
         if not key or isinstance(found, Missing | ModuleType):
             return
-        refused = found is not None and list(self._refused(node, key, found, is_method=is_method))
+        refused = found is not None and [
+            *self._refused(node, key, found, is_method=is_method),
+            *self._never_prepared(node, key),
+        ]
         for words in refused or ():
             self._add(node, Verdict.REPLACE, words)
         changed = self._changes_of(node, key)
@@ -262,6 +265,25 @@ class Script:
         has_star = any(isinstance(each, ast.Starred) for each in node.args)
         if len(node.args) > len(positional) and not takes_many and not has_star:
             yield f"{key}() takes {len(positional)} positional arguments, and {len(node.args)} are given"
+
+    def _never_prepared(self, node: ast.Call, key: str) -> Iterator[str]:
+        """Yield the models of an `accumulate` that this file makes, and gives to no `prepare`."""
+        names = {each.id for each in node.args if isinstance(each, ast.Name)} if key == "Accelerator.accumulate" else ()
+        for name in sorted(names):
+            if self._is_made(name) and not self._may_be_prepared(name):
+                yield f"{key}({name}): no prepare() of this file gets {name}, and prepared models are what it takes"
+
+    def _is_made(self, name: str) -> bool:
+        """Whether a variable is given a call's result, and nothing else."""
+        assignments = [node for node in ast.walk(self.tree) if isinstance(node, ast.Assign)]
+        values = [node.value for node in assignments if name in map(ast.unparse, node.targets)]
+        return bool(values) and all(isinstance(value, ast.Call) for value in values)
+
+    def _may_be_prepared(self, name: str) -> bool:
+        """Whether a `prepare` gets a variable, or a list that may hold it."""
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        given = [each for call in calls if _is_prepare(call.func) for each in [*call.args, *call.keywords]]
+        return any(isinstance(each, ast.Starred) or name in _variables(each) for each in given)
 
     def _judge_attribute(self, node: ast.Attribute) -> None:
         origin = self.origin(node)
@@ -356,6 +378,14 @@ def _applies(change: Change, node: ast.Call) -> bool:
         return True
     given = next((keyword.value for keyword in node.keywords if keyword.arg == name), None)
     return given is not None and (not value or ast.unparse(given) == value)
+
+
+def _is_prepare(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and function.attr in ("prepare", "prepare_model")
+
+
+def _variables(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 def _extends(method: ast.FunctionDef) -> bool:
