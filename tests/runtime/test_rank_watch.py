@@ -28,7 +28,7 @@ from accel_trainer.runtime.own_watch import current_watch, failing_together
 from accel_trainer.runtime.progress import PROGRESS
 from tests.fault_injection import fault_env
 from tests.fault_matrix import build_tests
-from tests.ranks import RankFailure, preload, run_ranks
+from tests.ranks import RankFailure, map_jobs, preload, run_ranks
 
 preload("accel_trainer.accelerator")
 
@@ -79,10 +79,34 @@ def native_loop(strategy: str, directory: str, options: dict[str, Any]) -> None:
     accelerator.save_state(directory)
 
 
-def failures_of(function: Callable[..., Any], *args: Any, text: str = "", world_size: int = 2) -> dict[int, str]:
+def failures_of(
+    function: Callable[..., Any], *args: Any, text: str = "", world_size: int = 2, **options: Any
+) -> dict[int, str]:
     with pytest.raises(RankFailure) as failed:
-        run_ranks(function, world_size, *args, env=fault_env(text), timeout=40)
+        run_ranks(function, world_size, *args, env=fault_env(text), **{"timeout": 40, **options})
     return failed.value.failures
+
+
+@pytest.fixture(scope="module")
+def waited(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[int, str], Path]]:
+    """Run jobs that wait for most of their time, three at once; return of each its failures and its folder."""
+    folders = {name: tmp_path_factory.mktemp("waited") for name in WAITING}
+
+    def run(name: str) -> Any:
+        function, *args = WAITING[name][:-1]
+        try:
+            return failures_of(function, str(folders[name]), *args, **WAITING[name][-1])
+        except BaseException as error:
+            return error
+
+    results = map_jobs(run, WAITING)
+
+    def result_of(name: str) -> tuple[dict[int, str], Path]:
+        if isinstance(results[name], BaseException):
+            raise results[name]
+        return results[name], folders[name]
+
+    return result_of
 
 
 # Of the matrix that `make test-faults` runs: each fault, and each place.
@@ -93,12 +117,12 @@ observed, test_a_fault_of_one_rank_ends_a_loop_as_promised = build_tests(
 )
 
 
-def test_r10_a_rank_that_does_not_come_within_the_timeout_is_named_with_its_place(tmp_path):
-    options = {"hang": {"step_seconds": 1.0}, "timeout_seconds": 2.5}
+def come_late(directory: str) -> None:
+    as_script(native_loop, "ddp", directory, {"hang": {"step_seconds": 1.0}, "timeout_seconds": 2.5})
 
-    failures = failures_of(
-        as_script, native_loop, "ddp", str(tmp_path), options, text="sleep@data.next:rank=1:step=1:seconds=4"
-    )
+
+def test_r10_a_rank_that_does_not_come_within_the_timeout_is_named_with_its_place(waited):
+    failures, _ = waited("late")
 
     found = (
         r"rank 0 waits in \w+ \(number \d+ of the group\) for rank 1, which has not arrived there:\n"
@@ -109,24 +133,25 @@ def test_r10_a_rank_that_does_not_come_within_the_timeout_is_named_with_its_plac
     assert re.search(rf"HangError: {found}(.*\n)*Rank 0 gives up after 2.5 s \(timeout_seconds\)", failures[0])
 
 
-def hanging_script(strategy: str, directory: str, options: dict[str, Any]) -> None:
-    rank_watch._POLL_SECONDS = POLL_SECONDS
+def print_in(directory: str) -> None:
+    """Have this rank print its errors in a file."""
     os.dup2(os.open(f"{directory}/{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT), 2)
-    native_loop(strategy, directory, options)
 
 
-def test_r10_ranks_that_do_not_move_end_the_job_at_the_limit_of_their_section(tmp_path):
+def hanging_script(directory: str) -> None:
+    rank_watch._POLL_SECONDS = POLL_SECONDS
+    print_in(directory)
+    native_loop("fsdp2", directory, {"hang": {"step_seconds": 2.0, "user_seconds": 4.0}})
+
+
+def test_r10_ranks_that_do_not_move_end_the_job_at_the_limit_of_their_section(waited):
     """Stopped, with the lock, and asleep, under FSDP2. A data set is the user's."""
-    options = {"hang": {"step_seconds": 2.0, "user_seconds": 4.0}}
-    kinds = {1: "stop", 2: "gil", 3: "sleep"}
-    text = "; ".join(f"{kind}@data.next:rank={rank}:step=1:seconds=20" for rank, kind in kinds.items())
-
-    failures = failures_of(hanging_script, "fsdp2", str(tmp_path), options, text=text, world_size=4)
+    failures, folder = waited("still")
 
     assert failures[0] == "rank 0 died without an answer: exit code 75"
     assert failures[3] == "rank 3 died without an answer: exit code 75"
     silent = r"does not answer \(stopped, killed, or in a call that keeps the interpreter's lock\)"
-    printed = [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 3)]
+    printed = [(folder / f"{rank}.txt").read_text() for rank in (0, 3)]
     found = (
         r"rank 0 waits in \w+ \(number \d+ of the group\) for ranks 1, 2, 3, which have not arrived there:\n"
         rf"  rank 1 {silent}.*\n(.*\n)*  rank 2 {silent}.*\n(.*\n)*"
@@ -161,18 +186,18 @@ def stop_one(directory: str) -> None:
     accelerator.wait_for_everyone()
 
 
-def test_a_rank_that_is_stopped_ends_the_job_soon_after_the_limit(tmp_path):
-    with pytest.raises(RankFailure, match="exit code 75"):
-        run_ranks(stop_one, 2, str(tmp_path), timeout=60, grace_seconds=1.0)
+def test_a_rank_that_is_stopped_ends_the_job_soon_after_the_limit(waited):
+    failures, folder = waited("stopped")
 
+    assert "exit code 75" in failures[0]
     # The limit, at most a look before and one behind each of two rolls, and the time that the second one takes.
-    assert 5.0 <= float((tmp_path / "seconds").read_text()) < 9.0
+    assert 5.0 <= float((folder / "seconds").read_text()) < 9.0
 
 
-def fail_and_linger(goes_on: bool) -> None:
+def fail_and_linger(directory: str, goes_on: bool) -> None:
     """Fail on rank 1, which catches it and stands elsewhere, or goes on before it hangs; with a limit of one second."""
     rank_watch._POLL_SECONDS = POLL_SECONDS
-    os.dup2(os.open(f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    print_in(directory)
     limits = dict.fromkeys(("step_seconds", "startup_seconds", "user_seconds"), 1.0)
     accelerator = Accelerator(config={"use_cpu": True, "hang": limits})
     accelerator.wait_for_everyone()
@@ -186,24 +211,20 @@ def fail_and_linger(goes_on: bool) -> None:
         accelerator.wait_for_everyone()
 
 
-def test_a_hang_behind_a_failure_that_was_told_is_that_failure(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    failures = failures_of(fail_and_linger, False)
+def test_a_hang_behind_a_failure_that_was_told_is_that_failure(waited):
+    failures, folder = waited("told")
 
     # Whichever finds it first: the other one then waits no more, or has connections that break.
     assert "rank 1 died without an answer: exit code 1" in failures[1] or "exit code 1" in failures[0]
     assert "75" not in "".join(failures.values())
-    printed = "".join([*failures.values(), *((tmp_path / f"{rank}.txt").read_text() for rank in range(2))])
+    printed = "".join([*failures.values(), *((folder / f"{rank}.txt").read_text() for rank in range(2))])
     told = r"RemoteRankError: rank 1 failed \(update 0, fail .*\): ValueError: no such label\. Rank"
     ended = r"(0 has waited in \w+|1 has not ended) for \d s \(update 0, .*\)\. Rank \d ends with exit code 1"
     assert re.search(rf"{told} {ended}", printed), printed
 
 
-def test_a_hang_of_a_rank_that_has_gone_on_since_its_failure_is_a_hang(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    failures = failures_of(fail_and_linger, True)
+def test_a_hang_of_a_rank_that_has_gone_on_since_its_failure_is_a_hang(waited):
+    failures, _ = waited("gone on")
 
     assert failures == {rank: f"rank {rank} died without an answer: exit code 75" for rank in range(2)}
 
@@ -261,15 +282,15 @@ def fail() -> None:
     raise ValueError("no such label")
 
 
-def look_soon() -> None:
+def look_soon(directory: str) -> None:
     """Have the watch of this rank find soon that it is stuck, and say so in a file."""
     rank_watch._POLL_SECONDS, rank_watch._STUCK_SECONDS = POLL_SECONDS, 0.5
-    os.dup2(os.open(f"{os.environ['RANK']}.txt", os.O_WRONLY | os.O_CREAT), 2)
+    print_in(directory)
 
 
-def stay_alive() -> None:
+def stay_alive(directory: str) -> None:
     """Fail on one rank, whose process lives on, as one does whose trackers finish."""
-    look_soon()
+    look_soon(directory)
     accelerator = Accelerator(cpu=True)
     if accelerator.process_index == 0:
         dist.barrier()
@@ -278,9 +299,9 @@ def stay_alive() -> None:
     signal.pause()
 
 
-def wait_for_the_device(begins: bool) -> None:
+def wait_for_the_device(directory: str, begins: bool) -> None:
     """Read a value behind a collective that the other rank never begins, or compute as long without one."""
-    look_soon()
+    look_soon(directory)
     accelerator = Accelerator(config={"use_cpu": True, "hang": {"step_seconds": 2}})
     watch = current_watch()
     assert watch is not None
@@ -295,27 +316,44 @@ def wait_for_the_device(begins: bool) -> None:
     time.sleep(5)
 
 
-@pytest.mark.parametrize(
-    ("job", "where"), [((stay_alive,), "barrier"), ((wait_for_the_device, True), "a collective of its device")]
-)
-def test_a_rank_whose_connections_do_not_break_ends_with_the_one_that_failed(tmp_path, monkeypatch, job, where):
-    monkeypatch.chdir(tmp_path)
+_STILL = {1: "stop", 2: "gil", 3: "sleep"}
+WAITING: dict[str, Any] = {
+    "late": (come_late, {"text": "sleep@data.next:rank=1:step=1:seconds=4"}),
+    "still": (
+        hanging_script,
+        {
+            "text": "; ".join(f"{kind}@data.next:rank={rank}:step=1:seconds=20" for rank, kind in _STILL.items()),
+            "world_size": 4,
+        },
+    ),
+    "stopped": (stop_one, {"timeout": 60, "grace_seconds": 1.0}),
+    "told": (fail_and_linger, False, {}),
+    "gone on": (fail_and_linger, True, {}),
+    "alive": (stay_alive, {}),
+    "device": (wait_for_the_device, True, {}),
+    "computing": (wait_for_the_device, False, {}),
+}
+"""Jobs that fail: the function, what it is called with behind a folder of its own, and how it is run."""
 
-    failures = failures_of(*job)
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("alive", "barrier"), ("device", "a collective of its device")], ids=["barrier", "device"]
+)
+def test_a_rank_whose_connections_do_not_break_ends_with_the_one_that_failed(waited, name: str, where: str):
+    failures, folder = waited(name)
+    job = WAITING[name]
 
     assert "rank 0 died without an answer: exit code 1" in failures[0]
     waited = rf"Rank 0 has waited in {where} for \d s \(update 0, {job[0].__name__} \(test_rank_watch.py:\d+\)\)"
     assert re.search(
         rf"RemoteRankError: rank 1 failed \(update 0, fail .*\): ValueError: no such label\. {waited}\. Rank 0 ends "
         "with exit code 1",
-        (tmp_path / "0.txt").read_text(),
+        (folder / "0.txt").read_text(),
     )
 
 
-def test_a_rank_that_computes_while_another_has_failed_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    assert "nobody has ended this rank: None" in failures_of(wait_for_the_device, False)[0]
+def test_a_rank_that_computes_while_another_has_failed_is_left_alone(waited):
+    assert "nobody has ended this rank: None" in waited("computing")[0][0]
 
 
 def watch_a_pause() -> list[str]:

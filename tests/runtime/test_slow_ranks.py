@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.slow_ranks import SlowRanks, find_slow_rank
 from accel_trainer.runtime.whereabouts import FOR_ALL, PHASES
 from tests.cells import beyond
-from tests.ranks import run_ranks
+from tests.ranks import map_jobs, run_ranks
 from tests.slow_rank_trials import EVERYONE, run_trial
 
 
@@ -108,9 +110,18 @@ def test_a_run_that_goes_back_to_a_checkpoint_begins_a_new_window(watch):
 
 
 # `make test-slow-ranks` tries every phase.
-@pytest.mark.parametrize(("rank", "phase", "strategy"), [(1, "optimizer", "fsdp2"), beyond((0, "backward", "ddp"))])
-def test_a_rank_that_sleeps_is_named_with_its_phase(rank: int, phase: str, strategy: str):
-    figures, warnings, ranks = run_trial(rank, phase, strategy)
+SLEEPING, ALIKE = (1, "optimizer", "fsdp2"), (EVERYONE, "forward", "ddp")
+
+
+@pytest.fixture(scope="module")
+def trials() -> dict[Any, Any]:
+    """Both at once: each sleeps for eight seconds."""
+    return map_jobs(lambda case: run_trial(*case), [SLEEPING, ALIKE])
+
+
+@pytest.mark.parametrize(("rank", "phase", "strategy"), [SLEEPING, beyond((0, "backward", "ddp"))])
+def test_a_rank_that_sleeps_is_named_with_its_phase(trials: dict[Any, Any], rank: int, phase: str, strategy: str):
+    figures, warnings, ranks = trials.get((rank, phase, strategy)) or run_trial(rank, phase, strategy)
     assert [text.partition(":")[0] for text in warnings] == [f"rank {rank} is slow in {phase}"]
     assert figures[1:4] == [(rank, phase)] * 3
     assert [each["slow_windows"].get(phase, 0) >= 3 for each in ranks] == [rank == 0, rank == 1]
@@ -118,8 +129,8 @@ def test_a_rank_that_sleeps_is_named_with_its_phase(rank: int, phase: str, strat
     assert ranks[1 - rank]["seconds"]["waits"] > 4
 
 
-def test_ranks_that_are_all_as_slow_are_no_alarm():
-    assert run_trial(EVERYONE, "forward")[1] == []
+def test_ranks_that_are_all_as_slow_are_no_alarm(trials: dict[Any, Any]):
+    assert trials[ALIKE][1] == []
 
 
 def looks_out(num_updates: int) -> bool:
