@@ -55,10 +55,8 @@ def collecting(request: pytest.FixtureRequest):
         gc.callbacks.remove(callback)
 
 
-@pytest.mark.usefixtures("switching", "collecting")
-@pytest.mark.parametrize("depth", [4, 150])
-@pytest.mark.parametrize("look", [position_of, describe_thread])
-def test_a_look_at_a_thread_keeps_none_of_its_variables(look, depth):
+def look_at_calls(look: Any, depth: int) -> None:
+    """Look at this thread while calls return, and find out whether a look has kept their variables."""
     watched, is_over = threading.get_ident(), threading.Event()
     destroyed_in: set[int] = set()
 
@@ -84,6 +82,25 @@ def test_a_look_at_a_thread_keeps_none_of_its_variables(look, depth):
     assert destroyed_in == {watched}
     assert gc.isenabled()
     assert torch._C._dispatch_tls_local_exclude_set().raw_repr() == excluded.raw_repr()
+
+
+@pytest.mark.usefixtures("switching", "collecting")
+@pytest.mark.parametrize("depth", [4, 150])
+@pytest.mark.parametrize("look", [position_of, describe_thread])
+def test_a_look_at_a_thread_keeps_none_of_its_variables(look, depth):
+    look_at_calls(look, depth)
+
+
+def look_beside_an_audit_hook(look: Any) -> None:
+    sys.setswitchinterval(1e-6)
+    sys.addaudithook(lambda event, arguments: None)  # to the end of the process
+    look_at_calls(look, 4)
+
+
+@pytest.mark.parametrize("look", [position_of, describe_thread])
+def test_nor_where_a_hook_of_python_hears_of_attributes(look):
+    """filelock 4, which transformers imports, has one from Python 3.12 on."""
+    run_ranks(look_beside_an_audit_hook, 1, look)
 
 
 def look_while_threads_enter(num_threads: int) -> int:
