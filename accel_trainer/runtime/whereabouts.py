@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
+import ast
+import functools
 import gc
 import operator
 import sys
@@ -10,10 +11,10 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, cycle, repeat, takewhile
+from itertools import accumulate, chain, repeat, takewhile
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 F = TypeVar("F")
 _FOLDERS = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -38,13 +39,13 @@ _WAITS: tuple[tuple[str, tuple[str, ...]], ...] = (
 COMPARISON = "a comparison of calls"
 
 # Our own functions are marked where they are defined, so that a new name or place of one cannot hide it from reports.
-_marked_sections: dict[tuple[str, int], str] = {}
-# By the file and first line of a function's code, as its frames have them: no code is held for it, whose destruction in
-# a thread that watches is what the reader of stacks avoids.
-_marked_waits: dict[tuple[str, int], str] = {}
+_Marks = dict[tuple[str, str], list[tuple[range, str]]]
+_marked_sections: _Marks = {}
+"""By the file and the name of a function: the lines of those that are marked, and as what."""
+_marked_waits: _Marks = {}
 _waiting_files: set[str] = set()
-_marked_device_waits: dict[tuple[str, int], str] = {}
-_marked_for_all: dict[tuple[str, int], str] = {}
+_marked_device_waits: _Marks = {}
+_marked_for_all: _Marks = {}
 _STACK_LIMIT = 24
 
 OTHER = "other"
@@ -61,8 +62,8 @@ _PHASE_OF_SECTION = {
 }
 PHASES = (*dict.fromkeys(_PHASE_OF_SECTION.values()), OTHER)
 """Of a rank's time; "other" is the loop itself, callbacks, and a loss that is computed outside of the model."""
-_known_phases: dict[tuple[str, int], str] = {}
-"""By the file and first line of a function's code: a thread that samples asks for the same ones again and again."""
+_known_phases: dict[_Call, str] = {}
+"""A thread that samples asks for the same ones again and again."""
 
 
 def section(name: str) -> Callable[[F], F]:
@@ -85,10 +86,15 @@ def for_all(function: F) -> F:
     return _mark(_marked_for_all, function, "")
 
 
-def _mark(marks: dict[tuple[str, int], str], function: F, name: str) -> F:
+def _mark(marks: _Marks, function: F, name: str) -> F:
     code = function.__code__  # type: ignore[attr-defined]
-    marks[code.co_filename, code.co_firstlineno] = name
+    last = max(line for _, _, line in code.co_lines() if line is not None)
+    marks.setdefault((code.co_filename, code.co_name), []).append((range(code.co_firstlineno, last + 1), name))
     return function
+
+
+def _mark_of(marks: _Marks, call: _Call) -> str | None:
+    return next((name for lines, name in marks.get((call.path, call.name), ()) if call.line in lines), None)
 
 
 def mark_collectives(path: str) -> None:
@@ -132,16 +138,13 @@ class _Call(NamedTuple):
     path: str
     name: str
     line: int
-    first_line: int  # of the function
 
 
 # Another thread's frames are read at once, and none is held: one held beyond its return keeps its variables, and
 # destroys them in the wrong thread; torch's guards among them, which then write to the dispatcher's state of a thread
 # that is in the midst of an operation.
-_READ_LINE = operator.attrgetter("f_lineno")
-# Not the attribute `f_code`, of which audit hooks hear: threads would change in one of Python, as filelock 4 has it, which
-# transformers imports, from Python 3.12 on. A call of `pythonapi` keeps the interpreter's lock.
-_READ_CODE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object)(("PyFrame_GetCode", ctypes.pythonapi))
+# Read by their `repr`, and not by `f_code`, of which audit hooks hear (in Python 3.14 of ctypes' calls, too): in a hook of
+# Python threads change, and filelock 4, which transformers imports, has one from Python 3.12 on.
 _READ_LIMIT = 100
 
 
@@ -166,16 +169,15 @@ def activity_of(thread_id: int) -> tuple[str, str]:
     phase = FOR_ALL if FOR_ALL in phases else phases[0]
     if not calls or "torch/distributed/tensor/" in calls[-1].path:
         return phase, ""  # DTensor computes in its dispatch, which is no wait
-    if (calls[-1].path, calls[-1].first_line) in _marked_device_waits:
+    if _mark_of(_marked_device_waits, calls[-1]) is not None:
         return phase, "its device"
     return phase, _operation(calls)
 
 
 def _phase(call: _Call) -> str:
-    key = call.path, call.first_line
-    if (found := _known_phases.get(key)) is None:
-        is_for_all = key in _marked_for_all
-        found = _known_phases[key] = FOR_ALL if is_for_all else _PHASE_OF_SECTION.get(_section(call, None), "")
+    if (found := _known_phases.get(call)) is None:
+        is_for_all = _mark_of(_marked_for_all, call) is not None
+        found = _known_phases[call] = FOR_ALL if is_for_all else _PHASE_OF_SECTION.get(_section(call, None), "")
     return found
 
 
@@ -192,8 +194,7 @@ def users_line() -> str:
 
 
 def _calls(frames: Iterable[tuple[FrameType, int]]) -> list[_Call]:
-    codes = ((frame.f_code, line) for frame, line in frames)
-    return [_Call(code.co_filename, code.co_name, line, code.co_firstlineno) for code, line in codes]
+    return [_Call(frame.f_code.co_filename, frame.f_code.co_name, line) for frame, line in frames]
 
 
 def _calls_of(thread_id: int) -> list[_Call]:
@@ -209,25 +210,21 @@ def _calls_of(thread_id: int) -> list[_Call]:
     collects: list[bool] = []
     begin = chain(map(collects.append, map(operator.call, (gc.isenabled,))), map(operator.call, (gc.disable,)))
     end = map(operator.call, map((bool, gc.enable).__getitem__, collects))
-    readers = cycle((_READ_CODE, _READ_LINE))
+    read: list[Any] = []
     try:
-        _, _, *found, _ = list(
-            chain(
-                begin,
-                map(
-                    operator.call,
-                    readers,
-                    chain.from_iterable(map(repeat, takewhile(operator.truth, accumulate(steps, getattr)), repeat(2))),
-                ),
-                end,
-            )
-        )
+        read = list(chain(begin, map(repr, takewhile(operator.truth, accumulate(steps, getattr))), end))
     except KeyError:
-        found = []
         if any(collects):
             gc.enable()
-    calls = zip(reversed(found[::2]), reversed(found[1::2]), strict=True)
-    return [_Call(code.co_filename, code.co_name, line or 0, code.co_firstlineno) for code, line in calls]
+    return [_parse(text.partition(", file ")[2]) for text in reversed(read[2:-1])]
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(text: str) -> _Call:
+    """Return the call of a frame whose repr ends so: `'train.py', line 12, code step>`."""
+    path, _, rest = text.rpartition(", line ")
+    line, _, name = rest.partition(", code ")
+    return _Call(sys.intern(ast.literal_eval(path)), name.removesuffix(">"), int(line))
 
 
 def _describe(calls: list[_Call]) -> Whereabouts:
@@ -245,7 +242,7 @@ def _section(call: _Call, caller: _Call | None) -> str:
         if end in call.path and (not names or call.name in names):
             # transformers has a method per event, by its name, that calls the one for all of them.
             return f"callback {caller.name}" if title == "callback" and caller else title
-    return _marked_sections.get((call.path, call.first_line), "")
+    return _mark_of(_marked_sections, call) or ""
 
 
 def _operation(calls: list[_Call]) -> str:
@@ -261,13 +258,13 @@ def _operation(calls: list[_Call]) -> str:
         return names[-1]
     outermost = waiting[-1]
     name = "backward" if outermost.name == "_engine_run_backward" else outermost.name
-    return _marked_waits.get((outermost.path, outermost.first_line), name)
+    return _mark_of(_marked_waits, outermost) or name
 
 
 def _waits(call: _Call) -> bool:
     return (
         call.path in _waiting_files
-        or (call.path, call.first_line) in _marked_waits
+        or _mark_of(_marked_waits, call) is not None
         or any(end in call.path and (not names or call.name in names) for end, names in _WAITS)
     )
 
