@@ -97,15 +97,17 @@ def fail_alone(directory: str) -> list[str]:
             accelerator.gather_for_metrics(batch)
     except (ValueError, HangError, ProcessGroupError) as error:
         said.append(f"{type(error).__name__}: {error}")
-    rank = accelerator.process_index
-    if rank == 1:
-        time.sleep(4)  # until rank 0 has given up, and closed the connections
+    rank, closed = accelerator.process_index, Path(directory, "closed")
+    if rank == 0:
+        closed.touch()
+    while not closed.exists():  # until rank 0 has given up, and closed the connections
+        time.sleep(0.05)
     try:
         accelerator.reduce(torch.ones(1))
     except Exception as error:
         said.append(f"{type(error).__name__}: {error}")
     Path(directory, str(rank)).touch()
-    while len(list(Path(directory).iterdir())) < 2:
+    while len(list(Path(directory).iterdir())) < 3:
         time.sleep(0.05)  # both live: neither is gone
     return said
 

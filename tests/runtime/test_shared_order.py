@@ -90,7 +90,7 @@ def slow() -> int:
     _, compared = start()
     order = SharedOrder("Net")
     if dist.get_rank():
-        time.sleep(4)
+        time.sleep(2)  # others look where it is after a second
     walk(order, "ab")
     return len(compared)
 
