@@ -86,8 +86,10 @@ DEMO_ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its ops with the ninja of the environment, which it looks for on the PATH.
 export PATH := $(abspath $(BIN)):$(PATH)
-# A save waits for its disk a dozen times, 3 ms and more each: files of tests lie in memory where there are 8 GB of it.
-TESTS_TMP ?= $(or $(TMPDIR),$(shell [ "$$(df --output=avail /dev/shm | tail -1)" -ge 8000000 ] && echo /dev/shm))
+# A save waits for its disk a dozen times, 3 ms and more each: files of tests lie in memory where there are 8 GB of it, and
+# programs may run there.
+TESTS_TMP ?= $(or $(TMPDIR),$(shell [ "$$(df --output=avail /dev/shm | tail -1)" -ge 8000000 ] && \
+	! grep -q ' /dev/shm .*noexec' /proc/mounts && echo /dev/shm))
 PYTEST := $(if $(TESTS_TMP),TMPDIR=$(TESTS_TMP) )$(BIN)/python -m pytest --override-ini tmp_path_retention_count=1 $(PYTEST_ARGS)
 # By files: tests of one share what its fixtures have computed. In the order of tests/conftest.py, longest first, and not
 # in that of how many tests they have.
