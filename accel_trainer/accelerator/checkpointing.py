@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -29,20 +29,26 @@ from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.object_store import is_uri
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind, Selection, Verify, check_verify
-from accel_trainer.checkpoint.run_state import TrainState, files_to_read, load_train_state, save_train_state
+from accel_trainer.checkpoint.run_state import (
+    MAIN_PROCESS_OF,
+    TrainState,
+    files_to_read,
+    load_train_state,
+    save_train_state,
+)
 from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.store import PREFIX
 from accel_trainer.checkpoint.weights.weight_files import make_tensors, save_weights
 from accel_trainer.config import NonFiniteAction
 from accel_trainer.data.loader import LoaderCheckpoint
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, DesyncError
-from accel_trainer.runtime.collective_checks import check_all_come
+from accel_trainer.runtime.collective_checks import all_come
 from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_module
 from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.preemption import StopPoint, run_until_stop, warn_of_new_beginning
-from accel_trainer.runtime.process import find_attempt, read_environment
+from accel_trainer.runtime.process import ProcessContext, find_attempt, read_environment
 from accel_trainer.runtime.shared_errors import gather_calls, raise_together
-from accel_trainer.runtime.whereabouts import section
+from accel_trainer.runtime.whereabouts import section, users_line
 from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
 
 logger = logging.get_logger(__name__)
@@ -60,14 +66,14 @@ _FINITE_KEY = "finite_up_to"
 """Of a manifest's metadata, where all weights were looked at and are numbers: the largest that their dtypes have."""
 
 _SAVED_BY_ALL = (
-    "All ranks call save_state(), since each writes a part, also under DDP: take it out of `if "
-    "accelerator.is_main_process`"
+    "All ranks call save_state(): take it out of `if accelerator.is_main_process`. The main process can save alone "
+    "where it has all of the state: under DDP, at the end of an update"
 )
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
-"""Called with the models, their weights, and the directory to write into."""
+"""Called with the models, without DDP's or a compiler's wrapper, their weights, and the directory to write into."""
 LoadHook = Callable[[list[nn.Module], str], None]
-"""Called with the models and the directory to read from."""
+"""Called with the models, without a wrapper, and the directory to read from."""
 
 
 class RegisteredState:
@@ -215,10 +221,12 @@ class AcceleratorCheckpointing(AcceleratorSettings):
     ) -> Path | None:
         """Save model, optimizer, scheduler, scaler, data position, random streams and registered objects.
 
-        Collective: every rank calls it. The directory appears under its name once every rank's files are on the disk; a
-        failure on one rank is raised on all, and an older directory of that name stays. A background save that is still
-        in flight is waited for. ProjectConfiguration has other answers to a disk that is full, `on_save_error`, and to
-        a background save that takes long, `max_wait_s`.
+        Collective: every rank calls it; under DDP the main process may alone, at the end of an update, and finds that
+        once another rank waits for it elsewhere. Other ranks' random streams are then not saved: a run that goes on
+        makes new ones for all of the main process's. It is written at once, also with `async_`. The directory appears
+        under its name once every rank's files are on the disk; a failure on one rank is raised on all, and an older
+        directory of that name stays. A background save that is still in flight is waited for. ProjectConfiguration has
+        other answers to a disk that is full, `on_save_error`, and to a background save that takes long, `max_wait_s`.
 
         Args:
             output_dir: where to; without it, `project_dir/checkpoints/checkpoint_N` with automatic naming.
@@ -257,13 +265,21 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         else:
             directory, name, number = self._checkpoints_directory(), None, configuration.iteration
         section = f"save to {output_dir or configuration.project_dir}"
-        self._await_all_ranks()
-        if self._has_no_time(section):
+        with self._await_all_ranks():
+            return self._save_to(directory, name, number, section, in_background=async_)
+
+    def _save_to(
+        self, directory: Path, name: str | None, number: int | None, section: str, *, in_background: bool | None
+    ) -> Path | None:
+        """Save as the Checkpointer's process. Collective among its ranks."""
+        configuration, is_alone = self.project_configuration, self._checkpointer.alone is not None
+        if not is_alone and self._has_no_time(section):
             return None
         if not self._has_looked_for_states:
             warn_of_new_beginning()
         are_finite = self._check_weights(self._prepared.units, section)
-        self.check_replicas(section)
+        if not is_alone:
+            self.check_replicas(section)
         saved = self._checkpointer.save(
             SaveJob(
                 section=section,
@@ -275,18 +291,43 @@ class AcceleratorCheckpointing(AcceleratorSettings):
                 policy=configuration.save_policy,
                 each_node=configuration.save_on_each_node,
                 keep=configuration.total_limit,
-                in_background=self.config.save_async if async_ is None else async_,
+                in_background=not is_alone and (self.config.save_async if in_background is None else in_background),
             )
         )
-        if saved is not None and output_dir is None:
+        if saved is not None and name is None:
             configuration.iteration = 1 + int(saved.name.removeprefix(PREFIX))
             self._has_own_states = True
         return saved
 
-    def _await_all_ranks(self) -> None:
-        """Refuse a save that some ranks do not come to. Where ranks may be lost, those left begin the save again."""
-        if self.lost_ranks is None:
-            check_all_come("save_state", self.process, debug=self.config.debug, way_out=_SAVED_BY_ALL)
+    def _await_all_ranks(self) -> AbstractContextManager[None]:
+        """Return a context for the save; refuse one that some ranks do not come to, unless the main process has all."""
+        if self.lost_ranks is not None:  # those left begin the save again
+            return nullcontext()
+        debug, may_be_alone = self.config.debug, self._has_whole_state()
+        if all_come("save_state", self.process, debug=debug, way_out=_SAVED_BY_ALL, may_be_alone=may_be_alone):
+            return nullcontext()
+        logger.warning_once(
+            "save_state() is called on the main process alone, %s: the state has its random streams, and none of the "
+            "other ranks', for which a run that goes on makes new ones. Every rank may call it", users_line(),
+        )  # fmt: skip
+        return self._checkpointer.saving_alone()
+
+    def _has_whole_state(self) -> bool:
+        """Whether this is rank 0, and all is here that a run goes on with, but for other ranks' random streams."""
+        prepared = self._prepared
+        is_shared = any(
+            each.window.is_open or each.unit.local_replicas is not None and each.unit.local_replicas.is_apart
+            for each in prepared.units
+        )
+        return (
+            self.process.is_main
+            and self.strategy.capabilities.replicates_state
+            and not is_shared
+            and not any(loader.gathers_state for loader in prepared.dataloaders)
+            and not self.project_configuration.save_on_each_node
+            # Its outcome is one of all ranks.
+            and self._checkpointer.background is None
+        )
 
     def _has_no_time(self, section: str) -> bool:
         """Whether the machine goes before a save at a stop would be complete, which is said then. Collective."""
@@ -302,14 +343,12 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         """Run the user's hooks and write the state. Collective."""
         state, hooks = self._train_state(), self._registered.save_hooks
         if hooks:
-            models = [prepared.unit.model for prepared in self._prepared.units]
+            models = [prepared.unit.module for prepared in self._prepared.units]
             weights = [prepared.unit.module.state_dict() for prepared in self._prepared.units]
             calls = [partial(hook, models) for hook in hooks.values()]
             state.has_weights = self._left_by_hooks(calls, weights, staged.path, "save_state's hooks")
-        save_train_state(staged, state, self.process)
-        if self.meters is not None:
-            copies = self.process.world_size // self.readers.world_size
-            staged.metadata[_TOKENS_KEY] = self.meters.count_tokens(copies)
+        save_train_state(staged, state, self._saving_process)
+        self._note_ranks(staged)
         if staged.commits:
             staged.metadata[_OPTIONS_KEY] = self._options_in_words()
             staged.metadata[_BATCHES_KEY] = self._update_batches()
@@ -317,6 +356,19 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             is_mean = any(prepared.unit.local_replicas is not None for prepared in self._prepared.units)
             if are_finite and all(state.has_weights) and not is_mean:
                 staged.metadata[_FINITE_KEY] = max(self._largest_numbers(), default=0.0)
+
+    @property
+    def _saving_process(self) -> ProcessContext:
+        """This process among those that save."""
+        return self._checkpointer.alone or self.process
+
+    def _note_ranks(self, staged: StagedDirectory) -> None:
+        """Note who saves, and the tokens of all ranks. Collective among those that save."""
+        if self._checkpointer.alone is not None:
+            staged.metadata[MAIN_PROCESS_OF] = self.process.world_size
+        elif self.meters is not None:
+            copies = self.process.world_size // self.readers.world_size
+            staged.metadata[_TOKENS_KEY] = self.meters.count_tokens(copies)
 
     def _largest_numbers(self) -> set[float]:
         """Return the largest numbers of the weights' dtypes."""
@@ -376,7 +428,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
             return [any(own is item for item in left) for own in entries]
 
         # Rank 0's answer counts: scripts take entries out on the main process only.
-        return gather_calls(self.process, section, call_hooks)[0]
+        return gather_calls(self._saving_process, section, call_hooks)[0]
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a background save is complete; raise its error, a ProcessGroupError on other ranks. Collective."""
@@ -433,11 +485,12 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         self, units: Iterable[PreparedUnit], section: str, doing: Literal["save", "load"] = "save"
     ) -> bool:
         """Refuse to save, or to go on from, weights that are no numbers. Collective."""
-        if self.nonfinite_guard is not None and doing == "save":
+        # The guard's look is one of all ranks; a main process that saves alone looks at the weights.
+        if self.nonfinite_guard is not None and doing == "save" and self._checkpointer.alone is None:
             self.nonfinite_guard.look()
         named = [item for prepared in units for item in prepared.unit.module.named_parameters()]
         is_forced = self.config.on_nonfinite is NonFiniteAction.WARN
-        return check_weights(named, section, self.process, is_forced=is_forced, doing=doing)
+        return check_weights(named, section, self._saving_process, is_forced=is_forced, doing=doing)
 
     # --- resuming --------------------------------------------------------------------------------------------------
 
@@ -581,7 +634,7 @@ class AcceleratorCheckpointing(AcceleratorSettings):
         state, hooks = self._train_state(), self._registered.load_hooks
         state.keeps_place = keeps_place
         if hooks:
-            models = [prepared.unit.model for prepared in self._prepared.units]
+            models = [prepared.unit.module for prepared in self._prepared.units]
             state.has_weights = self._left_by_hooks(hooks.values(), models, selection.path, "load_state's hooks")
         if selection.stored is None:
             return load_accelerate_or_dcp_state(selection.path, state, self.process)

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -143,6 +143,8 @@ class Checkpointer:
         upload_mib_per_second: float | None = None,
     ) -> None:
         self.process = process
+        self.alone: ProcessContext | None = None
+        """Rank 0 as a job of its own, while it saves without the others."""
         self._store = store
         """Address of the object store that gets a copy of each of a run's checkpoints."""
         self._upload_mib_per_second = upload_mib_per_second
@@ -188,6 +190,16 @@ class Checkpointer:
         self.metrics.record("ckpt/stall_s", stalled)
         self.metrics.stalled_seconds += stalled
         return path
+
+    @contextmanager
+    def saving_alone(self) -> Iterator[None]:
+        """Context in which rank 0 saves, at once, without the others: as the only rank of a job."""
+        everyone = self.process
+        self.process = self.alone = replace(everyone, world_size=1, local_world_size=1)
+        try:
+            yield
+        finally:
+            self.process, self.alone = everyone, None
 
     def _publish(self, job: SaveJob) -> tuple[Path, Publication]:
         """Write the checkpoint and commit it, or stage copies of it. Collective; where it fails, all ranks raise."""

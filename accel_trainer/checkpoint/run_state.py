@@ -37,6 +37,9 @@ from accel_trainer.runtime.shared_errors import raise_together
 OWN_STATE = "own_state"
 """Key of an optimizer's state that belongs to no parameter; it is saved with the optimizer's first group."""
 
+MAIN_PROCESS_OF = "main_process_of"
+"""Key of a manifest's metadata, where rank 0 has saved without the others: the number of ranks."""
+
 
 def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
     """Return `value`, nested Python state, as JSON data; its tensors are put into `tensors` under their paths.
@@ -317,7 +320,9 @@ def load_train_state(stored: StoredCheckpoint, state: TrainState, process: Proce
     if same_world:
         return "random streams restored"
     origin = "of this run" if random_state is None else "new, from those saved and the rank"
-    return f"saved by {manifest.world_size} process(es) and loaded by {process.world_size}: random streams {origin}"
+    ranks = manifest.metadata.get(MAIN_PROCESS_OF)
+    who = f"{manifest.world_size} process(es)" if ranks is None else f"the main process alone, of {ranks},"
+    return f"saved by {who} and loaded by {process.world_size}: random streams {origin}"
 
 
 def _plan_windows(stored: StoredCheckpoint, state: TrainState) -> Callable[[], None]:

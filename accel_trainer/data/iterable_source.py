@@ -453,8 +453,13 @@ class ShardSource(_StreamSource):
         """Number of readers that share the stream: ranks times workers."""
         return super().readers * self._process.world_size
 
+    @property
+    def gathers_state(self) -> bool:
+        """Whether the stream has states, of which each rank knows those of its own shard."""
+        return self._stream.keeps_state and not (self._reads_full and self._full is not None)
+
     def position(self, epoch: int, progress: Progress | None) -> Position:
-        """Return the position of a pass, with the states of all ranks. Collective where the stream has states."""
+        """Return the position of a pass, with the states of all ranks. Collective where it `gathers_state`."""
         if self._reads_full and self._full is not None:
             return self._full.position(epoch, progress)
         position = super().position(epoch, progress)

@@ -253,6 +253,11 @@ class PreparedDataLoader(DataLoader[Any]):
         self._bookmark.noted = position if position.samples else None
 
     @property
+    def gathers_state(self) -> bool:
+        """Whether `state_dict` is collective."""
+        return isinstance(self._source, ShardSource) and self._source.gathers_state
+
+    @property
     def total_batch_size(self) -> int | None:
         """Samples in a full step over all shards; None where batches vary in size."""
         return self._source.total_batch_size

@@ -63,19 +63,26 @@ def note_call(
         _check_records(watch, calls.last[-1])
 
 
-def check_all_come(name: str, process: ProcessContext, *, debug: bool, way_out: str) -> None:
+def all_come(name: str, process: ProcessContext, *, debug: bool, way_out: str, may_be_alone: bool) -> bool:
     """Wait until all ranks have come to a call, through the job's store, and compare those before. Every rank calls it.
+
+    Returns:
+        False on rank 0, if it `may_be_alone`: another rank is past the call, and none but this one has come.
 
     Raises:
         DesyncError: another rank waits in another collective, or the ranks have called different ones before.
     """
+    watch = recording_watch(process)
     try:
+        if watch is not None and not watch.all_come(name, may_be_alone=may_be_alone):
+            return False
         if debug:
             note_call(name, process, checked=[])
-        elif (watch := recording_watch(process)) is not None:
+        elif watch is not None:
             _check_records(watch, name)  # not noted: it stands for no exchange, and a save says itself what differs
     except DesyncError as error:
         raise DesyncError(f"{error}. {way_out}") from None
+    return True
 
 
 def recording_watch(process: ProcessContext) -> RankWatch | None:

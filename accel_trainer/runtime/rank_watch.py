@@ -40,6 +40,7 @@ from accel_trainer.runtime.torch_private import (
     last_collective,
 )
 from accel_trainer.runtime.whereabouts import (
+    ARRIVAL,
     COMPARISON,
     RankState,
     Whereabouts,
@@ -156,7 +157,7 @@ class RankWatch:
         self._poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * world_size)
         self._own: tuple[int, _Failure, BaseException | None] | None = None
         """Number of this rank's record, what stands there, and the error that it is of."""
-        self._num_exchanges = 0
+        self._num_exchanges = self._num_arrivals = 0
         self._written: list[str] = []
         """Keys of this rank's last exchange."""
         self._position: Whereabouts | None = None
@@ -228,6 +229,28 @@ class RankWatch:
         self._meet(doing, [key], begun_collectives() if are_in_step else None)
         return self._store.add(key, 0) == self.world_size
 
+    def all_come(self, doing: str, *, may_be_alone: bool) -> bool:
+        """Wait until every rank comes to this call; False on rank 0 where it `may_be_alone` and another is past it.
+
+        In an order of its own: a rank that is past it may be in an exchange. Errors are those of `exchange`.
+        """
+        count = self._key("arrivals", self._num_arrivals)
+        try:
+            self._arrive(count, doing)
+        except (DesyncError, RemoteRankError) as error:
+            has_failed = isinstance(error, RemoteRankError) and error.failure.how != _LEFT
+            if has_failed or not may_be_alone or self._store.add(count, 0) > 1:
+                raise
+            self._store.add(count, -1)  # the next call that all come to is counted there
+            return False
+        self._num_arrivals += 1
+        return True
+
+    @waits(ARRIVAL)
+    def _arrive(self, count: str, doing: str) -> None:
+        self._store.add(count, 1)
+        self._wait_for_all(count, doing, begun_collectives(), ARRIVAL)
+
     def tell_soon(self, name: str, value: bool) -> list[bool | None]:
         """Return each rank's value under a name that is used once; None for those that give none within a second."""
         keys = [self._key(name, rank) for rank in range(self.world_size)]
@@ -242,6 +265,14 @@ class RankWatch:
         """Wait until every rank is in this exchange, and delete the keys that this one wrote for the one before."""
         count = self._key("exchange", self._num_exchanges)
         self._store.add(count, 1)
+        self._wait_for_all(count, doing, begun, COMPARISON)
+        for key in self._written:
+            self._store.delete_key(key)  # all are here, and have read it
+        self._written = [*written, count] if self._rank == 0 else written
+
+    @waits(COMPARISON)
+    def _wait_for_all(self, count: str, doing: str, begun: dict[str, int] | None, place: str) -> None:
+        """Wait until as many as there are ranks are counted, each of which waits in `place`, as reports name it."""
         begin, waited = time.monotonic(), 0.0
         look = _STUCK_SECONDS if begun is None else _SOON_SECONDS
         before: list[RankState | None] = []
@@ -255,24 +286,25 @@ class RankWatch:
             if waited > look:
                 look += _STUCK_SECONDS
                 if (failure := self.find_failure()) is not None:
-                    raise self._remote_error(failure, COMPARISON, users_line())
-                before = self._check_not_crossed(doing, before, begun)
-        for key in self._written:
-            self._store.delete_key(key)  # all are here, and have read it
-        self._written = [*written, count] if self._rank == 0 else written
+                    raise self._remote_error(failure, place, users_line())
+                before = self._check_not_crossed(doing, before, begun, place)
 
+    @waits(COMPARISON)
     def _check_not_crossed(
-        self, doing: str, before: list[RankState | None], begun: dict[str, int] | None
+        self, doing: str, before: list[RankState | None], begun: dict[str, int] | None, own: str
     ) -> list[RankState | None]:
         """Raise where a rank that does not come stands in another collective, which waits for this one."""
         states = self._call_roll()
         for rank, state in enumerate(states):
             if state is None:
                 continue
-            # At the same place in two rolls: in one alone it may still be on its way here.
-            is_elsewhere = state.operation not in ("", COMPARISON) and state in before
-            if begun is not None:  # slow ranks, that compile for one, are not: they have begun no more than this one
-                is_elsewhere = any(state.begun.get(group, 0) > number for group, number in begun.items())
+            # At the same place in two rolls: in one alone it may still be on its way here. A rank that waits for all to
+            # come looks out for itself.
+            is_elsewhere = state.operation not in ("", own, ARRIVAL) and state in before
+            if begun is not None:
+                is_past = any(state.begun.get(group, 0) > number for group, number in begun.items())
+                # Slow ranks, that compile for one, are not elsewhere: they have begun no more than this one.
+                is_elsewhere = is_past or own == ARRIVAL and is_elsewhere
             if is_elsewhere:
                 place = state.operation or state.section or "another call"
                 raise DesyncError(
@@ -545,6 +577,7 @@ class RankWatch:
 
     # --- the roll --------------------------------------------------------------------------------------------------
 
+    @waits(COMPARISON)  # of a loop that waits, which looks out now and then
     def _call_roll(self, silent: Set[int] = frozenset()) -> list[RankState | None]:
         """Return where every rank is; None for one that does not answer, as `silent` ones did not before.
 

@@ -37,6 +37,7 @@ _WAITS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("torch/autograd/graph.py", ("_engine_run_backward",)),
 )
 COMPARISON = "a comparison of calls"
+ARRIVAL = "a meeting of all ranks"
 
 # Our own functions are marked where they are defined, so that a new name or place of one cannot hide it from reports.
 _Marks = dict[tuple[str, str], list[tuple[range, str]]]
@@ -127,11 +128,12 @@ class RankState:
     section: str
     operation: str
     line: str
-    stack: str
+    stack: str = field(compare=False)
+    """Two looks at one place may differ in it, as a rank that waits polls, and are of the same state."""
     limit_seconds: float
     """How long it may make no progress there."""
     still_seconds: float = field(compare=False)
-    """For how long it has not moved at all. Two looks at one place differ in it, and are of the same state."""
+    """For how long it has not moved at all; as `stack`."""
 
 
 class _Call(NamedTuple):

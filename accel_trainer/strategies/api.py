@@ -61,6 +61,8 @@ class Capabilities:
     """More processes than this would each train alone; None means no bound."""
     shards_parameters: bool = False
     """Whether a rank holds only its shard of each parameter; a forward is then collective, in evaluation too."""
+    replicates_state: bool = False
+    """Whether each of several ranks holds all weights and all of the optimizers' state, so that one can save them."""
     settable_accumulation: bool = True
     """Whether windows may change their size after a model has been prepared."""
     joint_optimizers: bool = True

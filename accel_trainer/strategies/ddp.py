@@ -292,7 +292,7 @@ class DDPStrategy(Strategy):
     """Replicas with averaged gradients, on any device."""
 
     name: ClassVar[str] = "ddp"
-    capabilities: ClassVar[Capabilities] = Capabilities(distributed_type="MULTI")
+    capabilities: ClassVar[Capabilities] = Capabilities(distributed_type="MULTI", replicates_state=True)
 
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse a model without values, optimizers of something else, and a hook that the device cannot run."""

@@ -311,22 +311,3 @@ def test_r16_a_state_holds_options_and_versions_and_a_resume_names_what_differs(
         "had 8 samples = 4 x 2 x 1 (micro-batch x accumulation x ranks) from loader 0, and this run's have 4 samples = "
         "2 x 2 x 1 (micro-batch x accumulation x ranks); set gradient_accumulation_steps=4 (now 2) or batch_size=4 "
     ) in text
-
-
-def save_on_the_main_process_alone(folder: Path) -> None:
-    accelerator = Accelerator(cpu=True, strategy="ddp")
-    model, _ = accelerator.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters()))
-    if accelerator.is_main_process:
-        accelerator.save_state(folder / "state")
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-
-
-def test_a_state_that_the_main_process_saves_alone_is_refused_with_both_lines(tmp_path: Path):
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(save_on_the_main_process_alone, 2, tmp_path, timeout=100, grace_seconds=60)
-    told, waiting = caught.value.failures[0], caught.value.failures[1]
-    assert "DesyncError: rank 0 is about to call save_state, save_on_the_main_process_alone (test_check" in told
-    assert "and rank 1 waits for it in" in told
-    assert "All ranks call save_state(), since each writes a part, also under DDP: take it out of `if" in told
-    assert "Rank 1 stopped with it, in backward (update 0, save_on_the_main_process_alone" in waiting
-    assert not (tmp_path / "state").exists()

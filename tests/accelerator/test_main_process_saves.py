@@ -1,0 +1,191 @@
+"""`save_state` under `if accelerator.is_main_process`: what rank 0 can save alone, and what it cannot."""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_trainer import Accelerator, set_seed
+from accel_trainer.checkpoint.manifest import Manifest
+from accel_trainer.runtime import rank_watch
+from accel_trainer.runtime.own_watch import stop_watch
+from accel_trainer.utils import DataLoaderConfiguration
+from tests.ranks import RankFailure, preload, run_ranks
+
+preload("accel_trainer.accelerator")
+NUM_SAMPLES = 44
+"""Of batches of 4 on two ranks: in the last step of an epoch one of them has none, as it is not filled up."""
+
+
+def noted(accelerator_logger: str = "accel_trainer") -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger(accelerator_logger)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return said
+
+
+def train(folder: Path, saves_at: int | None, resumes: bool) -> tuple[Any, ...]:
+    """Train two epochs; return the samples of each update, the weights, a draw after the load, and what was said."""
+    said = noted()
+    stateful = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, strategy="ddp", dataloader_config=stateful, config={"meters": True})
+    set_seed(3 if saves_at is None else 4)
+    model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    rows = torch.arange(float(NUM_SAMPLES))[:, None]
+    loader = DataLoader(TensorDataset(rows), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    drawn, update, samples = [], 0, []
+    if resumes:
+        accelerator.load_state(folder / "checkpoint-8")
+        drawn, update = torch.rand(3).tolist(), 8
+    for _ in range(1 if resumes else 2):  # the rest of the second epoch
+        for (batch,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch / NUM_SAMPLES).square().mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            samples.append(sorted(accelerator.gather_for_metrics(batch).flatten().tolist()))
+            update += 1
+            if update == saves_at and accelerator.is_main_process:
+                accelerator.save_state(folder / f"checkpoint-{update}")
+    accelerator.wait_for_everyone()
+    weights = {name: value.clone() for name, value in accelerator.unwrap_model(model).state_dict().items()}
+    return samples, weights, drawn, said
+
+
+def test_a_run_goes_on_from_a_state_of_the_main_process_alone_with_the_next_samples(tmp_path: Path):
+    saved = run_ranks(train, 2, tmp_path, 8, False)
+    resumed = run_ranks(train, 2, tmp_path, None, True)
+
+    samples = saved[0][0]
+    for epoch in (samples[:6], samples[6:]):
+        assert sorted(chain(*epoch)) == [float(sample) for sample in range(NUM_SAMPLES)]
+    assert all(run[0] == samples[8:] for run in resumed)
+    for name, value in saved[0][1].items():
+        torch.testing.assert_close(resumed[0][1][name], value, rtol=0, atol=0)
+    assert resumed[0][2] != resumed[1][2], "a stream for each rank"
+    manifest = Manifest.read(tmp_path / "checkpoint-8")
+    assert manifest.metadata["main_process_of"] == 2
+    assert {name for name in manifest.files if name.startswith("random_")} == {"random_0.safetensors", "random_0.json"}
+    told = [line for line in saved[0][3] if "on the main process alone" in line]
+    assert len(told) == 1
+    assert "save_state() is called on the main process alone, train (test_main_process_saves.py:" in told[0]
+    assert "the state has its random streams, and none of the other ranks'" in told[0]
+    assert "saved by the main process alone, of 2, and loaded by 2: random streams new" in "".join(resumed[0][3])
+
+
+def save_in_turns(folder: Path, config: dict[str, Any]) -> list[str]:
+    """Save alone and with all, in turns, with a comparison of calls right behind; return the states' random streams."""
+    rank_watch._STUCK_SECONDS = 1.0
+    accelerator = Accelerator(cpu=True, strategy="ddp", config=config)
+    model, _ = accelerator.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters()))
+    for number in range(4):
+        if number % 2 or accelerator.is_main_process:
+            accelerator.save_state(folder / f"state_{number}")
+        total = accelerator.reduce(torch.ones(1))
+        assert total.item() == 2
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    manifests = [Manifest.read(folder / f"state_{number}") for number in range(4)]
+    return [str(sum(name.startswith("random_") for name in manifest.files) // 2) for manifest in manifests]
+
+
+@pytest.mark.parametrize("config", [{}, {"debug": True}, {"save_async": True}], ids=["plain", "debug", "save_async"])
+def test_saves_of_the_main_process_and_of_all_ranks_take_turns(tmp_path: Path, config: dict[str, Any]):
+    if "save_async" in config:  # the third save is behind one of all ranks in the background
+        with pytest.raises(RankFailure, match="DesyncError: rank 0 is about to call save_state") as caught:
+            run_ranks(save_in_turns, 2, tmp_path, config, timeout=60, grace_seconds=1)
+        assert "state_1" not in str(caught.value)
+        assert Manifest.read(tmp_path / "state_0").metadata["main_process_of"] == 2
+        return
+    assert run_ranks(save_in_turns, 2, tmp_path, config) == [["1", "2", "1", "2"]] * 2
+
+
+def save_and_leave(folder: Path) -> None:
+    accelerator = Accelerator(cpu=True, strategy="ddp")
+    accelerator.prepare(nn.Linear(2, 1))
+    if accelerator.is_main_process:
+        accelerator.save_state(folder / "state")
+    else:
+        stop_watch()  # what the interpreter does at exit, which these ranks leave out
+
+
+def test_the_main_process_saves_alone_once_the_others_have_left(tmp_path: Path):
+    run_ranks(save_and_leave, 2, tmp_path)
+    assert Manifest.read(tmp_path / "state").metadata["main_process_of"] == 2
+
+
+class Savable(nn.Linear):
+    """Writes itself, as models of diffusers and transformers do."""
+
+    def save_pretrained(self, folder: str) -> None:
+        torch.save(self.state_dict(), Path(folder, "own.pt"))
+
+
+def save_by_hooks(folder: Path) -> list[float]:
+    """Save on the main process with a script's own hooks, and load; return the weights, which were changed between."""
+    accelerator = Accelerator(cpu=True, strategy="ddp")
+
+    def save(models: list[Savable], weights: list[dict[str, Any]], output_dir: str) -> None:
+        if accelerator.is_main_process:
+            for model in models:
+                model.save_pretrained(output_dir)
+                weights.pop()
+
+    def load(models: list[Savable], input_dir: str) -> None:
+        while models:
+            models.pop().load_state_dict(torch.load(Path(input_dir, "own.pt")))
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    model, _ = accelerator.prepare(model := Savable(2, 1), torch.optim.SGD(model.parameters()))
+    nn.init.constant_(accelerator.unwrap_model(model).weight, 3.0)
+    if accelerator.is_main_process:
+        accelerator.save_state(folder / "state")
+    accelerator.wait_for_everyone()
+    nn.init.zeros_(accelerator.unwrap_model(model).weight)
+    accelerator.load_state(folder / "state")
+    return accelerator.unwrap_model(model).weight.tolist()
+
+
+def test_hooks_get_the_models_without_the_wrapper_of_ddp(tmp_path: Path):
+    assert run_ranks(save_by_hooks, 2, tmp_path) == [[[3.0, 3.0]]] * 2
+    assert not any(".model." in name for name in Manifest.read(tmp_path / "state").files)
+
+
+def save_what_ranks_share(folder: Path, strategy: str, kind: str) -> None:
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+    model, _ = accelerator.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters()))
+    if kind == "window":
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+    if accelerator.process_index == int(kind == "rank"):
+        accelerator.save_state(folder / "state")
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    accelerator.wait_for_everyone()
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [("fsdp2", "shards"), ("ddp", "window"), ("ddp", "rank")])
+def test_a_save_of_one_rank_that_has_not_all_is_refused_with_both_lines(tmp_path: Path, strategy: str, kind: str):
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(save_what_ranks_share, 2, tmp_path, strategy, kind, timeout=60, grace_seconds=1)
+    saves = int(kind == "rank")
+    told = caught.value.failures[saves]
+    assert f"DesyncError: rank {saves} is about to call save_state, save_what_ranks_share (test_main_process" in told
+    assert f"and rank {1 - saves} waits for it in" in told
+    assert told.count("save_what_ranks_share (test_main_process") == 2, "the lines of both"
+    assert "All ranks call save_state(): take it out of `if accelerator.is_main_process`. The main process can" in told
+    assert not (tmp_path / "state").exists()
