@@ -175,7 +175,11 @@ def plan_layout(
         if facts.builds_engine:
             measured = _measure_engine(step, on_host)
         else:
-            in_buckets = resolved.config.ddp.gradient_as_bucket_view if replicas > 1 else None
+            accumulation, in_buckets = resolved.config.accumulation, None
+            if replicas > 1:
+                # Gradients of a micro-batch that exchanges nothing are tensors of their own, beside DDP's buckets.
+                always_syncs = accumulation.num_steps == 1 or accumulation.sync_each_batch
+                in_buckets = resolved.config.ddp.gradient_as_bucket_view and always_syncs
             measured = _measure(step, in_buckets, on_host)
         calls = step.ledger.calls
         if replicas > 1:

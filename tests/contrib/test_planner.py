@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "chunked loss": (2, {"strategy": "fsdp2", "loss_chunk_tokens": 16}),
     "ddp": (2, {"strategy": "ddp"}),
     "ddp copies": (2, {"strategy": "ddp", "ddp": {"gradient_as_bucket_view": False}}),
+    "ddp accumulation": (2, {"strategy": "ddp", "accumulation": {"num_steps": 2}}),
     "tp": (2, {"parallel": {"tp_size": 2}}),
     "sp": (2, {"parallel": {"sp_size": 2}}),
     "accumulation": (2, {"strategy": "fsdp2", "accumulation": {"num_steps": 3}}),
@@ -174,7 +175,7 @@ NAMES = {
 
 
 # In the sample: what is planned by formulas of its own.
-_SAMPLE = ("fsdp2", "checkpointing", "chunked loss", "ddp", "sp", "tp x fsdp2", "mixtral ep")
+_SAMPLE = ("fsdp2", "checkpointing", "chunked loss", "ddp", "ddp accumulation", "sp", "tp x fsdp2", "mixtral ep")
 
 
 @pytest.mark.parametrize("name", [name if name in _SAMPLE else beyond(name) for name in LAYOUTS])
