@@ -145,8 +145,8 @@ class _Call(NamedTuple):
 # Another thread's frames are read at once, and none is held: one held beyond its return keeps its variables, and
 # destroys them in the wrong thread; torch's guards among them, which then write to the dispatcher's state of a thread
 # that is in the midst of an operation.
-# Read by their `repr`, and not by `f_code`, of which audit hooks hear, as they do of ctypes' calls in Python 3.14: threads
-# change in a hook of Python, and filelock 4, which transformers imports, has one from Python 3.12 on.
+# Read by their `repr`, and not by `f_code`, of which audit hooks hear, as they do of ctypes' calls in Python 3.14. In a
+# hook of Python threads change, and filelock 4, which transformers imports, has one from Python 3.12 on.
 _READ_LIMIT = 100
 
 
