@@ -27,13 +27,19 @@ from tests.accelerator.test_lost_ranks import CONTINUE, REPLACE, Killed, Setup, 
 from tests.accelerator.test_lost_ranks import train as train_natively
 from tests.fault_injection import fault_env
 from tests.ranks import RankFailure, preload, run_ranks
-from tests.trainer.test_lost_ranks import PLACES
+from tests.trainer.test_lost_ranks import DDP, HSDP, PLACES
 from tests.trainer.test_lost_ranks import train as train_by_trainer
 
 preload("accel_trainer.trainer", "accel_trainer.accelerator", "transformers")
 
 SHORT, LONG = Setup(), Setup(num_epochs=40)
 NATIVE_PLACES = ("data", "backward", "optimizer", "gather", "callback")
+FRONTS = {
+    "native": NATIVE_PLACES,
+    "native HSDP": (*NATIVE_PLACES, "forward", "reduction", "vote", "step"),
+    "Trainer": (*PLACES, "callback"),
+    "Trainer HSDP": (*PLACES, "callback"),
+}
 
 
 def timed(folder: Path, front: str, killed: tuple[Killed, ...], late_seconds: float = 0.0, setup: Setup = SHORT) -> Any:
@@ -60,9 +66,11 @@ def timed(folder: Path, front: str, killed: tuple[Killed, ...], late_seconds: fl
     LostRanks.note_update, LostRanks._meet, os.kill = note, meet_noted, kill_noted  # type: ignore[method-assign,assignment]
     if late_seconds:
         threading.Timer(late_seconds, kill_noted, (os.getpid(), signal.SIGKILL)).start()
-    if front == "native":
+    shards = front.endswith("HSDP")
+    if front.startswith("native"):
+        setup = setup._replace(strategy="fsdp2", num_replicas=2) if shards else setup
         return train_natively(killed, setup, folder if late_seconds or setup is LONG else None)[0]
-    return train_by_trainer(folder / "run", killed[0].rank if killed else -1)[0]
+    return train_by_trainer(folder / "run", killed[0].rank if killed else -1, options=HSDP if shards else DDP)[0]
 
 
 def timed_if(folder: Path, late_seconds: list[list[float]]) -> Any:
@@ -124,7 +132,7 @@ def describe_samples(folder: Path, expected: list[list[int]]) -> str:
 
 def run_table(base: Path) -> Counter[str]:
     kinds = Counter[str]()
-    for front, places in (("native", NATIVE_PLACES), ("Trainer", (*PLACES, "callback"))):
+    for front, places in FRONTS.items():
         folder = base / f"{front}-undisturbed"
         folder.mkdir()
         expected = run_ranks(timed, 4, folder, front, (), timeout=90)[0]
@@ -133,7 +141,7 @@ def run_table(base: Path) -> Counter[str]:
             folder.mkdir()
             killed: tuple[Killed, ...] = (Killed(2, 3, place),)
             environment = dict(CONTINUE)
-            if front == "Trainer":
+            if front.startswith("Trainer"):
                 point, step = PLACES.get(place, ("", None))
                 killed = () if point else killed
                 if point:

@@ -55,6 +55,8 @@ _IMPORTED_LATE = {
         "torch.utils.cpp_extension",
     ),
 }
+RETURNS = "ACCEL_TRAINER_RETURNS_AS"
+"""Of a process in the place of another: where it ends by itself, the launcher is to tell the others."""
 _SCRUBBED_PREFIXES = ("ACCELERATE_", "ACCEL_TRAINER_", "FSDP_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
 
 Environment = Mapping[str, "str | None"]
@@ -262,16 +264,20 @@ class _Outlived:
     def replace(self, ranks: list[_Rank], dead: _Rank) -> bool:
         """Let the others go on without a rank, and start another in its place if there are any left; else False."""
         if not self.notice.forget(dead.index):
-            others = [each.index for each in ranks if not each.is_done and self.notice.is_member(each.index)]
+            others = self._going_on(ranks)
             if (dead.process.exitcode or 0) >= 0 or not others or self.notice.why_not(others):
                 return False
             self.notice.tell(dead.index)
         dead.failure = None
-        others = [each.index for each in ranks if not each.is_done and self.notice.is_member(each.index)]
+        others = self._going_on(ranks)
         is_wanted = others and self.notice.num_replaced < self.num_replacements
         if is_wanted and not self.notice.why_not_replaced(others):
             ranks.append(self.start(dead.index, self.notice.replace(dead.index)))
         return True
+
+    def _going_on(self, ranks: list[_Rank]) -> list[int]:
+        running = [each.index for each in ranks if not each.is_done and self.notice.is_member(each.index)]
+        return self.notice.going_on(running)
 
 
 def _start_anew(context: Any, calls: list[_Call], index: int, variables: dict[str, str]) -> _Rank:
@@ -378,8 +384,9 @@ def _rank_main(pipe: connection.Connection, call: _Call) -> None:
         answer = pickle.dumps((True, pickle.dumps(function(*args, **kwargs))))
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    except BaseException:
-        answer = pickle.dumps((False, traceback.format_exc()))
+    except BaseException as error:
+        is_end = isinstance(error, SystemExit) and not error.code and RETURNS not in call.environ
+        answer = pickle.dumps((True, pickle.dumps(None)) if is_end else (False, traceback.format_exc()))
     pipe.send_bytes(answer)
     pipe.close()
 

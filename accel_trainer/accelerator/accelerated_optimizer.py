@@ -171,8 +171,7 @@ class AcceleratedOptimizer(Optimizer):
         # One step, whichever of the units it is asked of.
         unit = self.prepared[0].unit
         if closure is None:
-            self._step_unit(unit)
-            return self._end_update()
+            return self._end_update() if self._step_unit(unit) else None
         returned: list[Any] = []
 
         def recorded() -> Any:
@@ -194,6 +193,8 @@ class AcceleratedOptimizer(Optimizer):
         if lost is None:
             finish()
             return True
+        if lost.must_step:
+            return True
         if not lost.takes_given() and lost.attempt(finish) and not lost.takes_given():
             return True
         self._step_was_skipped = False
@@ -212,16 +213,22 @@ class AcceleratedOptimizer(Optimizer):
             if unit.averages is not None and not self._step_was_skipped and unit.optimizers[-1] is self.optimizer:
                 unit.averages.update()
 
-    def _step_unit(self, unit: TrainUnit) -> None:
-        guard = self._guard
-        if guard is not None and not guard.is_late and self._is_left_out(guard, unit):
-            self._step_was_skipped = True
-            return
+    def _step_unit(self, unit: TrainUnit) -> bool:
+        """Update the parameters of all its units; return False where a rank is lost, and the update begins again."""
+        guard, lost = self._guard, self.lost_ranks
+        if lost is None or not lost.must_step:  # else that was looked at before a vote in which a rank was lost
+            self._step_was_skipped = guard is not None and not guard.is_late and self._is_left_out(guard, unit)
+        if lost is not None and not lost.vote():
+            self._step_was_skipped = False
+            return False
+        if self._step_was_skipped:
+            return True
         outcome = unit.step(optimizer=self.optimizer)
         self._step_was_skipped = not outcome.applied
         if guard is not None and guard.is_late:
             guard.norm = outcome.grad_norm if outcome.applied else float("inf")
             guard.skips()
+        return True
 
     def _is_left_out(self, guard: NonFiniteGuard, unit: TrainUnit) -> bool:
         """Return whether an update is left out because its gradients are no numbers."""

@@ -17,8 +17,12 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accumulation import PreparedUnit
@@ -34,12 +38,14 @@ from accel_trainer.runtime.process import find_survivors, rejoin
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_loss import Survivors, has_connections
 from accel_trainer.runtime.rank_watch import is_broken, leave_losses_to
-from accel_trainer.runtime.torch_private import group_timeout, joined_groups
+from accel_trainer.runtime.torch_private import default_group, group_timeout, joined_groups
 
 if TYPE_CHECKING:
     from accel_trainer import Accelerator
 
 logger = logging.get_logger(__name__)
+
+vote_over_ranks = dist.all_reduce
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,10 +82,15 @@ class LostRanks:
         self._is_by_hand = False
         self._is_in_update = False
         self._is_calling = self._is_alike = False
+        self._votes = self._has_voted = self._is_stepping = False
+        """Whether ranks vote before each step, whether this one has come to the vote, and whether it was passed."""
+        self.must_step = False
+        """Whether the present update was counted, and all that is left of it is this rank's step."""
         self._last_result: Any = None
         """Of the last collective of the loop that this rank has ended: the same on all ranks."""
         self._given: list[Any] | None = None
         """What this rank lacked, and others had: the result of a collective, or with an update's state its number."""
+        self._takes_others = False
         self._num_owed = 0
         """Micro-batches that others have begun beyond this rank, and given up: it gives up as many."""
         self._is_aside = False
@@ -114,6 +125,9 @@ class LostRanks:
         """Follow the models that have been prepared by now."""
         for prepared in self._owner._prepared.units:
             prepared.unit.guard_forward(self._go_on_in_forward)
+            if not prepared.evaluation_only:
+                self._survivors.take_replicas(prepared.unit.replica_size)
+                self._votes = prepared.unit.needs_vote
         self.announce()
 
     @contextmanager
@@ -133,14 +147,15 @@ class LostRanks:
 
     def begin_update(self, num_batches: int) -> int:
         """Note that an update begins which a Trainer makes of so many batches; return of how many it is made now."""
-        self._is_in_update = True
+        self._begin()
         for prepared in self._owner._prepared.units:
             prepared.unit.begin_update()
         return num_batches if self.left is None else self.left.num_steps(num_batches * self.num_shards)
 
     def begin_micro_batch(self, units: list[PreparedUnit]) -> None:
         """Note that a micro-batch begins; keep the buffers of a model whose update begins with it."""
-        self._is_in_update = True
+        if not self._is_in_update:
+            self._begin()
         if self._num_owed:
             self._num_owed, self._is_aside = self._num_owed - 1, True
             for prepared in units:
@@ -152,12 +167,15 @@ class LostRanks:
             if prepared.window.held == 1:
                 prepared.unit.begin_update()
 
+    def _begin(self) -> None:
+        self._is_in_update, self._has_voted, self._num_before = True, False, PROGRESS.updates
+
     def _end_aside(self) -> None:
         """Give up a micro-batch that only others would have counted: its samples are read again."""
         accelerator = self._owner
         self._is_aside = self._is_in_update = False
         for prepared in accelerator._prepared.units:
-            prepared.unit.rejoin(in_update=True)
+            prepared.unit.drop_update()
             prepared.abandon()
         if accelerator.nonfinite_guard is not None:
             accelerator.nonfinite_guard.drop()
@@ -173,12 +191,15 @@ class LostRanks:
 
     @property
     def is_given(self) -> bool:
-        """Whether the present update has come from another rank."""
-        return self._given is not None and not self._is_calling
+        """Whether the present update has come from another rank, or needs nothing but this rank's step."""
+        return self.must_step or (self._given is not None and not self._is_calling)
 
     def note_update(self) -> None:
         """Note that an update has been applied."""
-        self._is_in_update = False
+        if self.must_step:
+            self.must_step = self._is_stepping = False
+            return
+        self._is_in_update = self._is_stepping = False
         self.num_updates += 1
         accelerator = self._accelerator()
         loader = None if accelerator is None else accelerator.gradient_state.active_dataloader
@@ -192,6 +213,27 @@ class LostRanks:
         self._num_in_pass += 1
         self._num_yielded, self._num_samples = current.num_yielded, current.samples
 
+    def vote(self) -> bool:
+        """Wait for all ranks with the gradients of their update; return False where it begins again. Collective.
+
+        For units that need it, others step at once. Behind the vote a rank that is lost takes nothing along: all that
+        are left have the means of all gradients, and step. Before it nobody has stepped.
+        """
+        if self.must_step or not self._votes:
+            return True
+        self._has_voted = True
+        try:
+            vote_over_ranks(torch.zeros(1))
+        except RuntimeError as error:
+            failure = error
+        else:
+            self._is_stepping = True
+            return True
+        if self.takes_windows:
+            raise failure  # the Trainer goes on, and comes back where the step is to be made
+        self.go_on(failure)
+        return self.must_step
+
     def note_window_by_hand(self) -> None:
         """Note a backward outside of `accumulate()`: a loop that counts micro-batches itself takes no more of them."""
         if not (self._is_by_hand or self.takes_windows):
@@ -199,8 +241,9 @@ class LostRanks:
             self.announce()
 
     def announce(self) -> None:
-        """Tell the launcher whether this rank could go on without others."""
+        """Tell the launcher whether this rank could go on without others, and take in one in their place."""
         self._survivors.announce(self._why_never())
+        self._announce_taking()
 
     # --- whether to go on -------------------------------------------------------------------------------------------
 
@@ -224,12 +267,16 @@ class LostRanks:
             return f"it trains {len(trained)} models, by {len(self._survivors.users)} Accelerator(s)"
         return trained[0].why_irreplaceable()
 
-    def _why_not_now(self, lost: frozenset[int]) -> str:
+    def _why_not_now(self) -> str:
         if reason := self._why_never():
             return reason
-        if len(joined_groups()) > 1:
+        if self._is_stepping:
+            return "its optimizer exchanges values in its steps, and the rank was lost in one"
+        own = [group for prepared in self._owner._prepared.units for group in prepared.unit.own_groups()]
+        if not {group.group_name for group in joined_groups()} <= {g.group_name for g in (default_group(), *own)}:
             return "there are other process groups than the job's, whose connections to the rank are lost, too"
-        if self._survivors.members[0] in lost and (self._owner._trackers.chosen or self._reports):
+        has_trackers = self._owner._trackers.chosen or self._reports
+        if has_trackers and self._survivors.members[0] not in self._survivors.staying:
             return "its trackers were open on that rank"
         return self._why_not_shared_out()
 
@@ -278,7 +325,7 @@ class LostRanks:
         before = survivors.members
         said = survivors.agree(self._facts(accelerator, number), group_timeout().total_seconds())
         gone = ", ".join(map(str, sorted({*before} - {*survivors.members})))
-        places = {rank: each["place"] for rank, each in zip(survivors.members, said, strict=True)}
+        places = dict(zip(survivors.members, said, strict=True))
         self._settle(said, number, gone, error)
         if survivors.members == before:
             return
@@ -300,16 +347,20 @@ class LostRanks:
 
     def _facts(self, accelerator: Accelerator, number: int | None) -> dict[str, Any]:
         """Return what the others are to know of this rank where they meet."""
-        survivors, units = self._survivors, accelerator._prepared.units
-        reason = self._why_not_now(survivors.lost.intersection(survivors.members)) or self._why_not_joined(number)
+        units = accelerator._prepared.units
+        reason = self._why_not_now() or self._why_not_joined(number)
         windows = [prepared.window.held * self._is_in_update for prepared in units]
         # A Trainer that is one update behind stands in the last exchange of it, which the others have had.
         ends_update = self.takes_windows or all(prepared.window.is_last for prepared in units)
+        if self._votes:
+            ends_update = self._has_voted
         return {
             "reason": reason,
             "place": [self.num_updates, self.num_calls, *windows],
             "joins": number,
             "can_take": self._is_alike if self._is_calling else ends_update,
+            "votes": self._votes,
+            "has_voted": self._is_in_update and self._has_voted,
         }
 
     def _settle(self, said: list[dict[str, Any]], number: int | None, gone: str, error: BaseException | None) -> None:
@@ -328,7 +379,12 @@ class LostRanks:
 
     def take_others(self) -> None:
         """Have the launcher start others in the place of ranks that are lost: this run can tell them where it is."""
-        self._survivors.announce("", "takes")
+        self._takes_others = True
+        self._announce_taking()
+
+    def _announce_taking(self) -> None:
+        if self._takes_others:
+            self._survivors.announce("replicas of shards take in none" if self._votes else "", "takes")
 
     def admit(self, loader: PreparedDataLoader | None = None) -> bool:
         """Take in ranks that wait to join, where all members have come between two updates for that.
@@ -412,60 +468,75 @@ class LostRanks:
                 loader.resize(self.num_shards, 0)
                 loader.share_out(self.left, 0, 0)
 
-    def _meet_again(self, accelerator: Accelerator, places: Mapping[int, list[int]]) -> None:
+    def _meet_again(self, accelerator: Accelerator, said: Mapping[int, dict[str, Any]]) -> None:
         """Go on in the group of the members, behind what the foremost have done. Every one of them calls it.
 
-        `places`: of each of them, as it was where they met. Where more are lost meanwhile, it is done again.
+        `said`: by each of them, where they met. Where more are lost meanwhile, it is done again.
         """
         survivors = self._survivors
         while True:
             rejoin(accelerator.process, survivors)
             members = survivors.members
             # Where all that were ahead are lost by now, the others begin together again.
-            left = {rank: place for rank, place in places.items() if rank in members}
-            ahead = max(left.values())
-            behind = {rank: place for rank, place in left.items() if place != ahead}
-            if survivors.rank not in behind:
-                self._share_out(accelerator)
-            if not behind:
-                return
-            given = None
-            try:
-                given = self._level(accelerator, behind, ahead)
-            except RuntimeError as error:
-                if not self.is_loss(error):
-                    raise
+            places = _Places.of({rank: each for rank, each in said.items() if rank in members}, survivors.rank)
+            if not (places.behind or self._votes):
+                return self._share_out(accelerator)
+            given = self._catch_up(accelerator, places)
             survivors.agree({}, group_timeout().total_seconds())
             if survivors.members == members:
                 break
-        if survivors.rank in behind:
-            self._take_level(accelerator, behind[survivors.rank], ahead, given)
+        if survivors.rank in places.behind:
+            self._take_level(accelerator, places, given)
 
-    def _level(self, accelerator: Accelerator, behind: Mapping[int, list[int]], ahead: list[int]) -> Any:
+    def _catch_up(self, accelerator: Accelerator, places: _Places) -> Any:
+        """Share the updates out, and return what this rank was given, if anything; None where another rank is lost."""
+        try:
+            if self._votes:
+                self._take_vote(places.is_behind_update or places.have_voted)
+            if self._votes or not places.is_behind_update:
+                self._share_out(accelerator)
+            return self._level(accelerator, places)
+        except RuntimeError as error:
+            if not self.is_loss(error):
+                raise
+        return None
+
+    def _take_vote(self, is_passed: bool) -> None:
+        """Let this rank make its step where all have come to the vote, and it has not: the update is complete."""
+        if is_passed and self._has_voted and self._is_in_update:
+            self.note_update()
+            self.must_step = True
+
+    def _level(self, accelerator: Accelerator, places: _Places) -> Any:
         """Give those that are one step behind what the others have: an update's state, or a collective's result."""
-        members, process = self._survivors.members, accelerator.process
-        source, given = next(number for number, rank in enumerate(members) if rank not in behind), None
-        for rank, place in behind.items():
+        members, process, given = self._survivors.members, accelerator.process, None
+        source = next(number for number, rank in enumerate(members) if rank not in places.behind)
+        for rank, place in places.behind.items():
             to_rank = members.index(rank)
+            if self._lacks_nothing(place, places.ahead):
+                continue
             if process.rank == source:
-                is_update = place[0] < ahead[0]
-                send(
-                    collect_state(accelerator) if is_update else {"result": self._last_result}, to_rank, process.device
-                )
+                state = collect_state(accelerator) if place[0] < places.ahead[0] else {"result": self._last_result}
+                send(state, to_rank, process.device)
             elif process.rank == to_rank:
                 given = receive(source, process.device)
         return given
 
-    def _take_level(self, accelerator: Accelerator, place: list[int], ahead: list[int], given: Any) -> None:
-        """Go on from `place` with what a rank that was `ahead` has given."""
-        is_update = place[0] < ahead[0]
+    def _lacks_nothing(self, place: list[int], ahead: list[int]) -> bool:
+        """Whether a rank at `place` is given nothing: it makes its own step, or has begun fewer micro-batches."""
+        return self._votes and (place[0] < ahead[0] or place[1] == ahead[1])
+
+    def _take_level(self, accelerator: Accelerator, places: _Places, given: Any) -> None:
+        """Go on from this rank's place with what one of those ahead has given."""
+        is_update, ahead = places.is_behind_update, places.ahead
+        self._num_owed = max(ahead[2:]) - (0 if is_update else max(places.own[2:]))
+        if self._lacks_nothing(places.own, ahead):
+            return
         if is_update:
             self.note_update()  # which is complete with this
-        self._share_out(accelerator)
-        if is_update:
+            self._share_out(accelerator)
             take_update(accelerator, given)
         self._given = [PROGRESS.updates if is_update else given["result"]]
-        self._num_owed = max(ahead[2:]) - (0 if is_update else max(place[2:]))
 
     def attempt(self, part: Callable[[], object]) -> bool:
         """Whether a part of an update was completed: False where a rank is lost in it, and the update begins again."""
@@ -481,6 +552,23 @@ class LostRanks:
         self.go_on(failure)
         return self._given is not None
 
+    @contextmanager
+    def ending_blocks(self) -> Iterator[None]:
+        """Context of a micro-batch whose rest is left out where a rank is lost: shards cannot be had without others."""
+        try:
+            yield
+        except RuntimeError as error:
+            is_aside = self._is_aside and isinstance(error, RankLostError)
+            if not self._votes or not (is_aside or self.is_loss(error)):
+                raise
+            failure = error  # gone on from outside of its handler, as in `attempt`
+        else:
+            return
+        if is_aside:
+            self._end_aside()
+        else:
+            self.go_on(failure)
+
     def _go_on_in_forward(self, error: RuntimeError) -> None:
         if self.takes_windows:
             raise error
@@ -491,17 +579,20 @@ class LostRanks:
         process, num_rounds = accelerator.process, self._rounds_per_update
         self.left = RanksLeft(num_rounds, process.world_size, process.rank)
         for prepared in accelerator._prepared.units:
-            prepared.unit.rejoin(in_update=self._is_in_update)
+            prepared.unit.rejoin()
             if self._is_in_update:
+                prepared.unit.drop_update()
                 prepared.abandon()
         if self._is_in_update:
+            PROGRESS.updates = self._num_before
             accelerator.gradient_state.sync_gradients = False
             if accelerator.nonfinite_guard is not None:
                 accelerator.nonfinite_guard.drop()
         if not self.takes_windows:
             accelerator.gradient_accumulation_steps = self.left.num_steps(self.num_shards * num_rounds)
         self._share_loaders(accelerator, self._num_in_pass * num_rounds)
-        self._is_in_update, self._num_in_pass, self._num_yielded = False, 0, 0
+        self._is_in_update = self._is_aside = False
+        self._num_in_pass = self._num_yielded = 0
         self.num_calls = 0
         self.announce()
 
@@ -547,18 +638,48 @@ class LostRanks:
             self._is_calling = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the ranks of a group stood when they met: updates, collectives of the loop, and micro-batches begun."""
+
+    own: list[int]
+    ahead: list[int]
+    behind: dict[int, list[int]]
+    have_voted: bool
+    """Whether all had come to the vote of their update."""
+
+    @classmethod
+    def of(cls, said: Mapping[int, dict[str, Any]], rank: int) -> _Places:
+        """Return them by what each rank has said, as `rank` sees them."""
+        ahead = max(each["place"] for each in said.values())
+        behind = {rank: each["place"] for rank, each in said.items() if each["place"] != ahead}
+        return cls(said[rank]["place"], ahead, behind, all(each["has_voted"] for each in said.values()))
+
+    @property
+    def is_behind_update(self) -> bool:
+        """Whether others have completed an update that this rank has not."""
+        return self.own[0] < self.ahead[0]
+
+
 def _find_reason(said: list[dict[str, Any]]) -> str:
     """Return why ranks cannot go on, by the answers of all; empty where they can. The same on all of them."""
     reason: str = next((each["reason"] for each in said if each["reason"]), "")
-    ahead, *others = sorted({tuple(each["place"]) for each in said}, reverse=True)
-    if reason or not others:
+    places = {tuple(each["place"]) for each in said}
+    if reason or len(places) == 1 or _are_near(said, len(places)):
         return reason
-    # One update, or one collective of the loop, which all ranks have to come to: nobody can be two ahead.
-    steps = ahead[0] - others[0][0], ahead[1] - others[0][1]
-    can_take = all(each["can_take"] or tuple(each["place"]) == ahead for each in said)
-    if len(others) == 1 and steps in ((0, 1), (1, 0)) and can_take:
-        return ""
     return "some had completed an update, or a collective, that others had not"
+
+
+def _are_near(said: list[dict[str, Any]], num_places: int) -> bool:
+    """Whether those behind are one update behind, or one collective of the loop, and can take it."""
+    # All ranks have to come to each: nobody can be two ahead.
+    updates, calls, *_ = max(each["place"] for each in said)
+    behind = [each for each in said if each["place"][:2] != [updates, calls]]
+    steps = {(updates - each["place"][0], calls - each["place"][1]) for each in behind}
+    # Replicas of shards need not have begun the same micro-batch of an update.
+    if not said[0]["votes"] and num_places > 2 - (not steps):
+        return False
+    return len(steps) <= 1 and steps <= {(0, 1), (1, 0)} and all(each["can_take"] for each in behind)
 
 
 def repeated_by_those_left(method: F, *, is_alike: bool = True) -> F:

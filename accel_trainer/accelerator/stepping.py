@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -123,13 +123,14 @@ class AcceleratorStepping(AcceleratorSettings):
             self.lost_ranks.begin_micro_batch(units)
         outer, self._prepared.current = self._prepared.current, units
         self.gradient_state.sync_gradients = units[0].window.is_last
-        try:
-            yield
-        except BaseException as error:
-            raise_if_theirs(error)
-            raise
-        finally:
-            self._prepared.current = outer
+        with nullcontext() if self.lost_ranks is None else self.lost_ranks.ending_blocks():
+            try:
+                yield
+            except BaseException as error:
+                raise_if_theirs(error)
+                raise
+            finally:
+                self._prepared.current = outer
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Iterable[Any] = (), even_batches: bool | None = None) -> Iterator[None]:

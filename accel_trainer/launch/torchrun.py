@@ -357,12 +357,13 @@ class _Agent(LocalElasticAgent):
         if (notice := self._notice) is None:
             return
         for exit_ in [each for each in self.exits if each.code and each.pid not in self._outlived]:
-            left = [rank for rank in self._running() if notice.is_member(rank)]
+            running = [rank for rank in self._running() if notice.is_member(rank)]
+            left = notice.going_on(running)
             # One that has not joined the others is nobody's to wait for, however it ends.
             if not notice.forget(exit_.rank):
                 if exit_.code > 0:
                     continue
-                if reason := self._why_not_outlived(notice, left):
+                if reason := self._why_not_outlived(notice, running, left):
                     write_stderr(f"accel-trainer launch: {_describe(exit_)}, and the others cannot go on: {reason}")
                     self._notice = None
                     return
@@ -374,8 +375,9 @@ class _Agent(LocalElasticAgent):
                 f"accel-trainer launch: {_describe(exit_)}; the {len(left)} that are left go on without it{then}"
             )
 
-    def _why_not_outlived(self, notice: LossNotice, left: list[int]) -> str:
-        reason = notice.why_not(left) if left else "no rank is left"
+    def _why_not_outlived(self, notice: LossNotice, running: list[int], left: list[int]) -> str:
+        gone = "every replica (dp_replicate_size) has lost a rank" if running else "no rank is left"
+        reason = notice.why_not(left) if left else gone
         has_failed = any(each.code > 0 and each.pid not in self._outlived for each in self.exits)
         return reason or "another rank has failed" * has_failed
 

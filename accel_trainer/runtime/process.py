@@ -42,10 +42,12 @@ from accel_trainer.runtime.own_watch import (
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_loss import Survivors, close_connections, noting_connections
 from accel_trainer.runtime.torch_private import (
+    clear_dtensor_caches,
     default_group,
     forget_default_groups,
     group_timeout,
     groups_set_aside,
+    joined_groups,
     set_group_timeout,
 )
 
@@ -439,6 +441,8 @@ def rejoin(process: ProcessContext, survivors: Survivors) -> None:
         _watch_options = watch.options
     leave_watch()
     forget_default_groups()
+    if len(joined_groups()) > 1:
+        clear_dtensor_caches()  # and the groups of meshes with them, which are made anew
     rank, size = survivors.form_group(timeout.total_seconds())
     set_group_timeout(default_group(), timeout.total_seconds())
     # The one object that loaders, units, checkpoints and states were given: they count anew with their next step.

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -27,6 +28,8 @@ import torch.distributed as dist
 
 from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.errors import RankLostError
+from accel_trainer.logging import write_stderr
+from accel_trainer.runtime.own_watch import leave_watch
 from accel_trainer.runtime.torch_private import count_groups_anew
 
 PREFIX = "accel_trainer/rank_loss"
@@ -70,13 +73,13 @@ def _sockets() -> _Connections:
 
 
 @contextmanager
-def noting_connections() -> Iterator[None]:
-    """Note the connections that the process group opens in the block."""
+def noting_connections(*, adds: bool = False) -> Iterator[None]:
+    """Note the connections that the process group opens in the block, or others of the job beside it (`adds`)."""
     global _connections, _before
-    _before = _sockets()
+    _connections, _before = _connections if adds else {}, _sockets()
     try:
         yield
-        _connections = _opened_since(_before)
+        _connections = _connections | _opened_since(_before)
     finally:
         _before = None
 
@@ -95,7 +98,7 @@ def close_connections() -> None:
     # ProcessGroupGloo.abort() of torch 2.13 lets a collective that has begun wait on. A descriptor that gloo has closed
     # may be somebody else's by now: the addresses tell.
     present, before = _sockets(), _before
-    for number, ends in (_connections if before is None else _opened_since(before)).items():
+    for number, ends in (_connections | ({} if before is None else _opened_since(before))).items():
         if present.get(number) == ends:
             with suppress(OSError), _open_socket(number) as copy:
                 copy.shutdown(socket.SHUT_RDWR)
@@ -129,6 +132,12 @@ class LossNotice:
         """Have the others wait no more for a process that has ended; return False where it had joined them."""
         number = self._numbers.get(rank)
         return number is not None and self._store.compare_set(f"fate/{number}", "", "gone") == b"gone"
+
+    def going_on(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of these ranks, the ones that run, whose replicas have all of theirs."""
+        size = int(self._store.get("replica_size")) if self._store.check(["replica_size"]) else 1
+        num_running = Counter(rank // size for rank in ranks)
+        return [rank for rank in ranks if num_running[rank // size] == size]
 
     def _find_reason(self, question: str, ranks: Sequence[int]) -> str | None:
         """Return what the first of these ranks has said against it, "" where all say yes; None before all have."""
@@ -201,6 +210,7 @@ class Survivors:
         """Those that have joined, or do not wait any more; and this one."""
         self._lock = threading.Lock()
         self._num_meetings = 0
+        self._replica_size = 1
         self.users = weakref.WeakSet[Any]()
         """Those in this process that begin updates again."""
         self._said: dict[str, str] = {}
@@ -220,6 +230,37 @@ class Survivors:
         if said != self._said.get(question):
             self._said[question] = said
             self._store.set(f"{question}/{self.rank}", said)
+
+    def take_replicas(self, size: int) -> None:
+        """Let so many ranks, one after the other, hold a replica between them: it goes with each of them."""
+        if size != self._replica_size:
+            self._replica_size = size
+            self._store.set("replica_size", str(size))
+
+    @property
+    def staying(self) -> list[int]:
+        """Those of the members that go on, as far as this rank knows: of whose replica no rank is lost."""
+        return self._without(self.lost)
+
+    def _without(self, lost: frozenset[int]) -> list[int]:
+        gone = {rank // self._replica_size for rank in lost}
+        return [rank for rank in self.members if rank // self._replica_size not in gone]
+
+    def _stay_without(self, lost: frozenset[int]) -> list[int]:
+        """Return those that go on; end this process, without a word to them, where it is none of them.
+
+        Raises:
+            RankLostError: there are none.
+        """
+        left = self._without(lost)
+        if not left:
+            raise RankLostError("every replica (dp_replicate_size) has lost a rank")
+        if self.rank not in left:
+            self.is_alone = True
+            leave_watch()
+            write_stderr(f"rank {self.rank} ends: another rank of its replica (dp_replicate_size) is lost")
+            raise SystemExit(0)
+        return left
 
     def close(self) -> None:
         """End the thread, and have the launcher end the others with a rank that is lost from here on."""
@@ -290,7 +331,7 @@ class Survivors:
         self._num_meetings += 1
         while True:
             lost = self.lost
-            left = [rank for rank in self.members if rank not in lost]
+            left = self._stay_without(lost)
             meeting = f"meeting {self._num_meetings}/{len(lost)}"
             keys = [f"{meeting}/facts/{rank}" for rank in left]
             self._store.set(f"{meeting}/facts/{self.rank}", json.dumps(facts))

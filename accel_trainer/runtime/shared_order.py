@@ -46,6 +46,11 @@ class SharedOrder:
         self.is_on = torch.is_grad_enabled()
         self._place = (0, "")
 
+    def forget(self) -> None:
+        """Know nothing again: ranks may have noted different steps by the time at which one was lost."""
+        self._followers.clear()
+        self.begin()
+
     def note_gather(self, unit: str) -> None:
         """Note the gather of a part by its name, "" for the outermost one; see `note`."""
         self.note(f"the gather of {_named(unit)}")

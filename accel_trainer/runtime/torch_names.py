@@ -7,7 +7,8 @@ from __future__ import annotations
 
 SEEN_IN = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """Releases of torch in which all of them were found, but for those of `ABSENT_IN`."""
-ABSENT_IN = {"torch.distributed.fsdp._common_utils.collect_grad_tensors": ("2.11.0",)}
+_SHARD_MESH = "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._init_shard_mesh"
+ABSENT_IN = {"torch.distributed.fsdp._common_utils.collect_grad_tensors": ("2.11.0",), _SHARD_MESH: ("2.11.0",)}
 
 # gloo raises plain RuntimeErrors, whose texts alone tell a peer that is gone from one that does not come. Without these
 # words a rank raises gloo's own error, which names no rank.
@@ -98,6 +99,7 @@ PRIVATE_NAMES = {
     ),
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": _NOT_NOTED,
     FSDP_UNIT: f"{_NOT_NOTED}; by its methods pre_forward and post_backward",
+    _SHARD_MESH: f"{_REFUSED}: replicas of shards, by on_rank_loss 'continue'",
     "torch.distributed.nn.functional.all_reduce.__defaults__": "nothing to forget: no function holds the group",
     "torch.distributed.tensor.DTensor._spec": "DTensor.from_local() derives the layout again, in ten times the time",
     "torch.distributed.tensor._collective_utils.MeshTopoInfo.build_from_mesh": _NOT_CLEARED,

@@ -314,6 +314,42 @@ def regroup_replicas(replicas: nn.parallel.DistributedDataParallel) -> None:
     _need(replicas, f"{name}._ddp_init_helper")(parameters, are_sparse, names, replicas.static_graph)
 
 
+def why_not_regrouped(root: Any) -> str:
+    """Return why the groups of FSDP2's units cannot be replaced on this release of torch; empty where they can."""
+    if hasattr(root, "reset_iter_state"):
+        return ""
+    return f"torch {torch.__version__} cannot begin a forward of FSDP2 again (2.13 can)"
+
+
+def regroup_units(root: Any, mesh: DeviceMesh) -> None:
+    """Have FSDP2's units, and all tensors on their mesh, use another mesh; drop what forward and backward have left.
+
+    Gradients of shards stay.
+    """
+    groups = _parameter_groups(root)
+    infos = {id(info): info for group in groups for info in (group.mesh_info, group.post_forward_mesh_info) if info}
+    # In place: shards, gradients, an optimizer's state and averages refer to it, each by a layout of its own.
+    for old in {id(info.mesh): info.mesh for info in infos.values()}.values():
+        vars(old).clear()
+        vars(old).update(vars(mesh))
+    for info in infos.values():
+        info.__post_init__()  # which takes the groups of its mesh
+    for group in groups:
+        group._all_gather_result = None  # whose end nobody waits for
+        for shard in group.fsdp_params:
+            shard._shard_mesh = shard._init_shard_mesh()
+            shard.unsharded_accumulated_grad = None
+            if hasattr(shard, "_unsharded_param"):
+                shard._unsharded_param.grad = None
+    root.reset_iter_state()
+
+
+def _parameter_groups(root: nn.Module) -> list[Any]:
+    read = "torch.distributed.fsdp.FSDPModule._get_fsdp_state"
+    units = [module for module in root.modules() if hasattr(module, "_get_fsdp_state")]
+    return [group for unit in units for group in _need(unit, read)()._fsdp_param_groups]
+
+
 def guard_forward(replicas: nn.parallel.DistributedDataParallel, on_error: Callable[[RuntimeError], None]) -> None:
     """Have `on_error` called where an exchange before a forward fails, which goes on without it; or raises.
 

@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -174,6 +175,11 @@ class TrainUnit(Protocol):
     is_released: bool = False
     """Whether `release` has removed what the unit needs: the model is as if it had never been prepared."""
 
+    replica_size: int = 1
+    """Ranks, one after the other, that hold a replica between them."""
+    needs_vote: bool = False
+    """Whether parts of the gradients are averaged by ranks of their own: where one is lost, some may have come."""
+
     def known_parameters(self) -> dict[int, nn.Parameter]:
         """Return the module's parameters by the id of every tensor that stands for one, replaced ones included."""
         return {id(parameter): parameter for parameter in self.module.parameters()}
@@ -295,6 +301,10 @@ class TrainUnit(Protocol):
         """Return the mean measured time that a backward waits for its exchange on this rank; None without any."""
         return None
 
+    def own_groups(self) -> list[dist.ProcessGroup]:
+        """Return the process groups beside the job's that `rejoin` makes anew."""
+        return []
+
     def why_irreplaceable(self) -> str:
         """Return why the other ranks cannot go on where one is lost; empty where they can. Not collective."""
         return "its shards of the model, or of the optimizer's state, are lost with the rank"
@@ -311,11 +321,15 @@ class TrainUnit(Protocol):
         """Let the next forward exchange nothing, and its backward neither: a micro-batch that is given up."""
         return
 
-    def rejoin(self, *, in_update: bool) -> None:
-        """Exchange gradients over the ranks of the present group; drop an update that is not complete.
+    def rejoin(self) -> None:
+        """Exchange gradients over the ranks of the present group. Every one of them calls it.
 
-        Every one of them calls it; only where `why_irreplaceable` finds nothing.
+        Only where `why_irreplaceable` finds nothing.
         """
+        return
+
+    def drop_update(self) -> None:
+        """Drop the gradients of an update that is not complete, and put the buffers back of its beginning."""
         return
 
     def release(self) -> None:

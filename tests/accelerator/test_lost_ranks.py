@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_trainer import Accelerator
 from accel_trainer.accelerator import lost_ranks
@@ -54,6 +56,8 @@ class Setup(NamedTuple):
     """Updates behind which the ranks that are left wait for some that return."""
     num_at_once: int = 1
     """Of those that return."""
+    num_replicas: int = 0
+    """Of shards, of fsdp2."""
 
 
 class Killed(NamedTuple):
@@ -101,6 +105,8 @@ class Counts:
 def build(setup: Setup, folder: Path | None = None) -> Any:
     torch.manual_seed(0)
     options: dict[str, Any] = {"data": {"even_batches": setup.even_batches}, "strategy": setup.strategy}
+    if setup.num_replicas:
+        options |= {"parallel": {"dp_replicate_size": setup.num_replicas}, "fsdp": {"wrap_classes": ["Linear"]}}
     if setup.ema_decay is not None:
         options["ema_decay"] = setup.ema_decay
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=setup.num_steps, config=options)
@@ -124,6 +130,7 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
         if Killed(launched_as, counts.number, name) in killed:
             kill_oneself()
 
+    pass_inner_places(accelerator, net, accelerator.unit_of(model), pass_place)
     accelerator.load_state("nowhere", missing_ok=True)
     for _ in range(loader.epoch, setup.num_epochs):
         for inputs in loader:
@@ -160,6 +167,26 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
     return values, *facts
 
 
+def pass_inner_places(accelerator: Accelerator, net: nn.Module, unit: Any, pass_place: Callable[[str], None]) -> None:
+    """Have places passed in the middle of a forward and of a backward, before the vote, and before the step."""
+    step, lost = unit.step, accelerator.lost_ranks
+
+    def pass_then(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def passed(*args: Any, **kwargs: Any) -> Any:
+            pass_place(place)
+            return call(*args, **kwargs)
+
+        return passed
+
+    if not unit.needs_vote:
+        return
+    net.body[3].register_forward_pre_hook(pass_then("forward", lambda *_: None), prepend=True)
+    net.body[0].register_full_backward_pre_hook(pass_then("reduction", lambda *_: None))
+    unit.step = pass_then("step", step)
+    if lost is not None:
+        lost.vote = pass_then("vote", lost.vote)  # type: ignore[method-assign]
+
+
 def check_end(accelerator: Accelerator, counts: Counts, scheduler: Any) -> None:
     assert counts.updates == scheduler.last_epoch
     # Gathers would wait for a rank that has none.
@@ -170,7 +197,7 @@ def values_of(net: nn.Module, averages: Any) -> dict[str, torch.Tensor]:
     values = {name: value.detach().clone() for name, value in net.named_parameters()}
     if averages is not None:
         values |= {f"average of {name}": averages.of(value).detach() for name, value in net.named_parameters()}
-    return values
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
 
 
 def mean_of(losses: torch.Tensor, accelerator: Accelerator, setup: Setup) -> torch.Tensor:
@@ -279,7 +306,9 @@ def test_a_loss_where_the_order_of_buckets_is_exchanged(tmp_path: Path) -> None:
 
 def say_why(parallel: dict[str, int]) -> str:
     accelerator = Accelerator(cpu=True, config={"strategy": "fsdp2", "parallel": parallel})
-    model = nn.Linear(8, 8)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32}
+    config = AutoConfig.for_model("llama", num_attention_heads=2, num_key_value_heads=2, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     assert accelerator.lost_ranks is not None
     return accelerator.lost_ranks._survivors._said["able"]
@@ -289,12 +318,9 @@ def say_why(parallel: dict[str, int]) -> str:
     ("parallel", "reason"),
     [
         ({}, "its shards of the model, or of the optimizer's state, are lost with the rank"),
-        (
-            {"dp_replicate_size": 2},
-            "some shards of a replica (dp_replicate_size) may have had the update in which the rank was lost",
-        ),
+        ({"dp_replicate_size": 2, "tp_size": 2}, "its mesh has other axes than those of replicas and shards"),
     ],
-    ids=["shards", "replicas"],
+    ids=["shards", "parts"],
 )
 def test_shards_are_refused_by_name(parallel: dict[str, int], reason: str) -> None:
     assert all(said.startswith(reason) for said in run_ranks(say_why, 4, parallel, env=CONTINUE))

@@ -285,6 +285,19 @@ def test_workers_go_on_without_one_that_is_killed(tmp_path: Path) -> None:
     assert "rank 2 is 1 of 2, 7 micro-batches" in output
 
 
+def test_workers_go_on_without_the_replica_of_one_that_is_killed(tmp_path: Path) -> None:
+    words = ["--cpu", "--num_processes", "4", "--use_fsdp", "--parallel_dp_replicate_size", "2"]
+    code, output = launch(tmp_path, *words, "--on_rank_loss", "continue", write(tmp_path, OUTLIVED), "accumulate", "3")
+    assert code == 0, output
+    assert re.search(r"rank 3 \(pid \d+\) was ended by SIGKILL, .*; the 2 that are left go on without it", output)
+    assert "rank 2 ends: another rank of its replica (dp_replicate_size) is lost" in output
+    assert (
+        "rank 2, 3 of the 4 that the launcher has started is lost; the 2 that are left go on after update 2" in output
+    )
+    assert "rank 0 is 0 of 2, 5 micro-batches" in output
+    assert "rank 1 is 1 of 2, 5 micro-batches" in output
+
+
 RETURNED = """
 import os, signal, sys, time, torch
 from accel_trainer import Accelerator

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_trainer.errors import RankLostError
 from accel_trainer.runtime.alike_group import join_alike_group
 from accel_trainer.runtime.rank_loss import LossNotice, Survivors, noting_connections
 from tests.ranks import run_ranks
@@ -44,6 +45,24 @@ def lose_and_close() -> tuple[list[bool], bool, int]:
 
 def test_word_of_each_loss_comes_to_a_thread_that_waits_and_ends_at_once() -> None:
     assert run_ranks(lose_and_close, 1)[0] == ([True, True], False, 2)
+
+
+def lose_replicas() -> tuple[list[int], str, int]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    notice, survivors = LossNotice(store, 4), Survivors(store, 0, 4)
+    survivors.take_replicas(2)
+    survivors.lost = frozenset((1, 2))
+    with pytest.raises(RankLostError) as found:
+        survivors.agree({}, 1)
+    survivors.lost = frozenset((1,))
+    with pytest.raises(SystemExit) as ended:
+        survivors.agree({}, 1)
+    survivors.close()
+    return notice.going_on([0, 2, 3]), str(found.value), ended.value.code  # type: ignore[return-value]
+
+
+def test_a_rank_goes_with_its_replica_and_all_where_none_is_whole() -> None:
+    assert run_ranks(lose_replicas, 1)[0] == ([2, 3], "every replica (dp_replicate_size) has lost a rank", 0)
 
 
 def call_collectives() -> dict[str, Any]:

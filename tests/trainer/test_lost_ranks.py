@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
@@ -24,6 +26,14 @@ from tests.fault_injection import fault_env
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.trainer", "accel_trainer.accelerator", "transformers")
+
+
+DDP: dict[str, Any] = {}
+HSDP: dict[str, Any] = {
+    "fsdp": "full_shard",
+    "fsdp_config": {"transformer_layer_cls_to_wrap": ["Linear"]},
+    "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2},
+}
 
 
 class Regression(nn.Module):
@@ -58,7 +68,13 @@ class Callbacks(TrainerCallback, ExportableState):
 
 
 def train(
-    folder: Path, killed: int = -1, num_steps: int = 1, resume: str | None = None, waits_at: int = 0, logs_at: int = 1
+    folder: Path,
+    killed: int = -1,
+    num_steps: int = 1,
+    resume: str | None = None,
+    waits_at: int = 0,
+    logs_at: int = 1,
+    options: dict[str, Any] = DDP,
 ) -> Any:
     """Return the parameters, predictions of the evaluations, and the state's numbers."""
     from accel_trainer.trainer import Trainer, TrainingArguments
@@ -71,6 +87,7 @@ def train(
         str(folder), use_cpu=True, report_to="none", disable_tqdm=True, num_train_epochs=2, learning_rate=0.01,
         per_device_train_batch_size=2, per_device_eval_batch_size=2, gradient_accumulation_steps=num_steps,
         eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=4, logging_steps=logs_at,
+        **options,
     )  # fmt: skip
     evaluations: list[list[float]] = []
 
@@ -89,9 +106,13 @@ def train(
     assert resume or callbacks.num_updates == trainer.state.global_step
     state = trainer.state
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    values = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    values = {name: full(value.detach().clone()) for name, value in trainer.model.named_parameters()}
     facts = state.global_step, round(state.epoch, 6), trainer.lr_scheduler.last_epoch
     return values, evaluations, losses, facts, (trainer.args.world_size, state.is_world_process_zero)
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @cache
@@ -99,9 +120,11 @@ def undisturbed(folder: Path, num_steps: int) -> Any:
     return run_ranks(train, 4, folder / "undisturbed", num_steps=num_steps)[0]
 
 
-def check(folder: Path, rank: int, results: list[Any], num_steps: int, *, returns: bool = False) -> None:
+def check(
+    folder: Path, rank: int, results: list[Any], num_steps: int, *, returns: bool = False, left: Sequence[int] = ()
+) -> None:
     values, evaluations, losses, facts, _ = undisturbed(folder.parent, num_steps)
-    left = [each for each in range(4) if each != rank] + [rank] * returns
+    left = left or [each for each in range(4) if each != rank] + [rank] * returns
     for number, each in enumerate(left):
         found = results[each]
         assert found[4] == (len(left), number == 0)
@@ -137,16 +160,26 @@ def test_updates_and_evaluations_are_those_of_the_run_without_a_loss(place: str,
     check(tmp_path, 2, results, 1)
 
 
+@pytest.mark.parametrize("place", [beyond(name) if name in ("forward", "gather") else name for name in PLACES])
+def test_replicas_of_shards_go_on_without_the_one_that_has_lost_a_rank(place: str, tmp_path: Path) -> None:
+    """The run without a loss is one of DDP."""
+    point, step = PLACES[place]
+    faults = fault_env(f"kill9@{point}:rank=1" + (f":step={step}" if step is not None else ""))
+    results = run_ranks(train, 4, tmp_path, options=HSDP, env=CONTINUE | faults, outlives=True, timeout=80)
+    check(tmp_path, 1, results, 1, left=[2, 3])
+
+
 @pytest.mark.parametrize("num_steps", [beyond(1), 2])
 def test_rank_0_is_lost_at_the_end_of_an_update(num_steps: int, tmp_path: Path) -> None:
     results = run_ranks(train, 4, tmp_path, 0, num_steps, env=CONTINUE, outlives=True, timeout=80)
     check(tmp_path, 0, results, num_steps)
 
 
-def test_a_checkpoint_of_those_left_goes_on_with_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [DDP, HSDP], ids=["ranks", "replicas of shards"])
+def test_a_checkpoint_of_those_left_goes_on_with_all(options: dict[str, Any], tmp_path: Path) -> None:
     """Also in an epoch whose updates have more micro-batches by then."""
-    run_ranks(train, 4, tmp_path, 1, 2, env=CONTINUE, outlives=True, timeout=80)
-    results = run_ranks(train, 4, tmp_path, -1, 2, str(tmp_path / "checkpoint-4"), timeout=80)
+    run_ranks(train, 4, tmp_path, 1, 2, options=options, env=CONTINUE, outlives=True, timeout=80)
+    results = run_ranks(train, 4, tmp_path, -1, 2, str(tmp_path / "checkpoint-4"), options=options, timeout=80)
     values, _, _, facts, _ = undisturbed(tmp_path.parent, 2)
     assert results[0][3] == facts
     for name, value in values.items():

@@ -20,18 +20,25 @@ from torch.optim import Optimizer
 
 from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.checkpoint.shards import local_box, local_tensor, wrap_local_like
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, RankLostError
 from accel_trainer.precision import convert_to_fp32
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_order import SharedOrder
-from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback, watch_units
+from accel_trainer.runtime.torch_private import (
+    foreach_copy_,
+    queue_callback,
+    regroup_units,
+    watch_units,
+    why_not_regrouped,
+)
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients
 from accel_trainer.strategies.gradients import LossScale, num_shards
 from accel_trainer.strategies.optimizers import check_kind, parameters_of
 from accel_trainer.strategies.own_methods import gather_in_save_pretrained, refuse_merges
+from accel_trainer.strategies.parallel.meshes import init_mesh
 from accel_trainer.strategies.parameter_state.torch_io import TensorShards, TorchCheckpointIO
-from accel_trainer.strategies.single import BackwardGuard, NativeUnit
+from accel_trainer.strategies.single import BackwardGuard, KeptBuffers, NativeUnit
 
 _MAX_CHUNK_NUMEL = 2**26
 """Elements of a rank's shards that are updated together: their updates are in memory at once, 256 MB in fp32.
@@ -63,6 +70,15 @@ class FSDP2Unit(NativeUnit):
         self._unsharded = UnshardedGradients([p for p in self.module.parameters() if not isinstance(p, DTensor)])
         self.module.register_forward_pre_hook(self._unsharded.watch)
         self._order = order
+        mesh = _common_mesh(self.module.parameters())
+        self._replicated = mesh if mesh is not None and "replicate" in (mesh.mesh_dim_names or ()) else None
+        """The mesh of replicas and their shards; None without replicas."""
+        self.needs_vote = self._replicated is not None
+        self.replica_size = 1 if self._replicated is None else self._replicated.size() // self._replicated.size(0)
+        self._buffers, self._is_aside = KeptBuffers(self.module), False
+        if self.needs_vote:
+            own = weakref.ref(self)  # else the model would hold its unit
+            self.module.register_forward_pre_hook(lambda *_: _end_aside(own()), prepend=True)
         if order is not None:
             _note_units(self.module, order)
 
@@ -80,19 +96,47 @@ class FSDP2Unit(NativeUnit):
                 self._order.note("the end of a backward")
             self._order.begin()
 
+    def own_groups(self) -> list[dist.ProcessGroup]:
+        """Return those of the axes of replicas and of shards."""
+        return [] if self._replicated is None else list(self._replicated.get_all_groups())
+
     def why_irreplaceable(self) -> str:
-        """Return why the other ranks cannot go on where one is lost, replicas of all shards or not."""
-        mesh = _common_mesh(self.module.parameters())
-        if mesh is None or "replicate" not in (mesh.mesh_dim_names or ()):
+        """Return why the other replicas cannot go on without one that has lost a rank: there are none, for one."""
+        mesh = self._replicated
+        if mesh is None:
             return super().why_irreplaceable()
-        # Another mesh can be put into torch 2.13: into FSDPParamGroup, FSDPParam and the DTensorSpec of parameters and
-        # optimizer state (tried on 2 x 2 ranks after an interrupted backward: weights within 1e-16). But each shard is
-        # averaged in a group of its own, and a rank whose average has come steps when its neighbour's has not: that
-        # one's is nowhere else. It takes a vote of all ranks before each step, and whoever passes it vouches for all.
-        return (
-            "some shards of a replica (dp_replicate_size) may have had the update in which the rank was lost, and "
-            "others not, which no other rank could give them"
-        )
+        if mesh.mesh_dim_names != ("replicate", "shard") or any(map(_is_in_parts, self.module.parameters())):
+            return f"its mesh has other axes than those of replicas and shards: {', '.join(mesh.mesh_dim_names or ())}"
+        if len(self.optimizers) > 1:
+            return "its model has several optimizers, and a rank may be lost between their steps"
+        if self._scale is not None:
+            return "the ranks of a replica exchange overflows of fp16 in each step"
+        return why_not_regrouped(self._root)
+
+    def begin_update(self) -> None:
+        """Keep the buffers that a forward changes."""
+        self._buffers.keep()
+        self._is_aside = False
+
+    def step_aside(self) -> None:
+        """Let the next forward end at once: ranks of a replica that have given the micro-batch up gather nothing."""
+        self._is_aside = True
+
+    def drop_update(self) -> None:
+        """Drop the gradients of shards, and put the buffers back."""
+        self._is_aside = False
+        self.zero_grad()
+        self._buffers.put_back()
+
+    def rejoin(self) -> None:
+        """Let the replicas that are left exchange in groups of their own; nothing but gradients of shards is kept."""
+        assert self._replicated is not None
+        size = self._replicated.size(1)
+        regroup_units(self._root, init_mesh(self._replicated.device_type, (dist.get_world_size() // size, size)))
+        self._guard.forget()
+        self._unsharded.forget()
+        if self._order is not None:
+            self._order.forget()
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Reduce and scatter gradients in the next backward, or keep them unsharded on this rank."""
@@ -192,6 +236,12 @@ class FSDP2Unit(NativeUnit):
                 module.reshard()
 
 
+def _end_aside(unit: FSDP2Unit | None) -> None:
+    if unit is not None and unit._is_aside:
+        unit._is_aside = False
+        raise RankLostError("this micro-batch is given up, as others have that had begun it: a rank was lost")
+
+
 def _note_units(module: nn.Module, order: SharedOrder) -> None:
     """Note each unit as this rank gathers it for a forward of training, and as it reduces its gradients."""
 
@@ -281,6 +331,10 @@ class UnshardedGradients:
             if parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def forget(self) -> None:
+        """Go on behind a backward that has failed."""
+        self._is_queued = False
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if self.sync and not self._is_queued:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from accel_trainer.config import Resolved
 from accel_trainer.config.parallel import AxisSizes, axis_sizes
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rank_loss import noting_connections
 from accel_trainer.runtime.torch_private import flatten_mesh, group_timeout, set_group_timeout, unflatten_mesh
 from accel_trainer.strategies.api import TrainJob
 
@@ -31,7 +32,7 @@ class Meshes:
         if sizes.num_readers == process.world_size:
             return process
         # Ranks of one sequence hold different shards: they see different tokens, as readers see different samples.
-        self._axes = axes = init_mesh(process, (sizes.dp_replicate, sizes.num_shards, sizes.tp))
+        self._axes = axes = init_mesh(process.device.type, (sizes.dp_replicate, sizes.num_shards, sizes.tp))
         readers = axes["replicate", "shard"]
         if sizes.tp > 1:
             flatten_mesh(axes["shard", "tp"], "shard_tp")  # norms are then reduced at once
@@ -53,7 +54,7 @@ class Meshes:
             return self._axes["replicate", "shard"] if sizes.dp_replicate > 1 else self._axes["shard"]
         shape = (sizes.num_shards,) if sizes.dp_replicate == 1 else (sizes.dp_replicate, sizes.num_shards)
         known = self._by_shape.get(shape)
-        return known or self._by_shape.setdefault(shape, init_mesh(process, shape))
+        return known or self._by_shape.setdefault(shape, init_mesh(process.device.type, shape))
 
     def experts(self, process: ProcessContext, job: TrainJob) -> DeviceMesh:
         """Return the mesh with the axis of shards cut in two, by ranks of the same experts. Collective when new."""
@@ -72,10 +73,11 @@ def sizes_of(job: TrainJob, process: ProcessContext) -> AxisSizes:
     return axis_sizes(job.config, job.resolved.describe, process.world_size, process.num_nodes)
 
 
-def init_mesh(process: ProcessContext, shape: tuple[int, ...]) -> DeviceMesh:
+def init_mesh(device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
     """Create a mesh of shards, of replicas of them, or of both and parts of layers. Collective."""
     names = {1: ("shard",), 2: ("replicate", "shard"), 3: ("replicate", "shard", "tp")}[len(shape)]
-    return _wait_as_long(init_device_mesh(process.device.type, shape, mesh_dim_names=names))
+    with noting_connections(adds=True):
+        return _wait_as_long(init_device_mesh(device_type, shape, mesh_dim_names=names))
 
 
 def _wait_as_long(mesh: DeviceMesh) -> DeviceMesh:
