@@ -63,7 +63,9 @@ def train_families(kinds: list[str]) -> dict[str, Any]:
         trained = updates(model, optimizer, same_batches(), accelerator)
         with torch.no_grad():
             logits = [each(tokens()).logits for each in (plain, model)]
-            texts = [each.generate(tokens(), max_new_tokens=4, do_sample=False) for each in (plain, model)]
+            # transformers 5.17 cannot balance experts over one token after others.
+            options = {"output_router_logits": False} if kind == "mixtral" else {}
+            texts = [each.generate(tokens(), max_new_tokens=4, do_sample=False, **options) for each in (plain, model)]
         share = sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters())
         found[kind] = (expected, trained, (logits[0] - logits[1]).abs().max().item(), texts[0].equal(texts[1]), share)
         accelerator.free_memory()
