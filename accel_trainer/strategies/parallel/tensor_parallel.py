@@ -13,7 +13,7 @@ Methods of Megatron-LM, arXiv 1909.08053, section 3, and GShard, arXiv 2006.1666
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.availability import is_torch_version
+from accel_trainer.runtime.availability import compare_versions, is_torch_version
 from accel_trainer.runtime.model_wrappers import ReplacedForward
 from accel_trainer.runtime.rng import OwnDraws
 from accel_trainer.runtime.torch_private import is_fake, own_parameters, version_of
@@ -317,8 +317,10 @@ class ShardedForward(ReplacedForward):
         is_own = (own >= 0) & (own < own_number)
         hidden_states, weights = (_copy(x, self.group) for x in (hidden_states, top_k_weights))
         self.module._is_expert_parallel = True
+        implementation = getattr(getattr(self.module, "config", None), "_experts_implementation", None)
+        none = own_number if implementation not in (None, "eager") or _knows_no_expert() else 0
         return self._run_own_experts(
-            own_number, hidden_states, own.masked_fill(~is_own, own_number), weights.masked_fill(~is_own, 0.0)
+            own_number, hidden_states, own.masked_fill(~is_own, none), weights.masked_fill(~is_own, 0.0)
         )
 
     @torch.compiler.disable
@@ -375,6 +377,12 @@ class ShardedForward(ReplacedForward):
         is_beyond = (ids < 0) | (ids >= num_rows * dist.get_world_size(self.group))
         vectors = vectors.masked_fill(~is_own.unsqueeze(-1), 0.0)
         return vectors.masked_fill(is_beyond.unsqueeze(-1), float("nan"))
+
+
+@cache
+def _knows_no_expert() -> bool:
+    # transformers 5.17 asks experts one by one without a place for an index behind the last: any does, of a weight of 0.
+    return compare_versions("transformers", ">=", "5.20")
 
 
 def _count_rows(sent: Tensor, received: Tensor, num_rows: int) -> tuple[list[int], list[int]]:

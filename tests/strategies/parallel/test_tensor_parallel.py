@@ -296,7 +296,8 @@ def train_own_models() -> dict[str, Any]:
     ids = tokens(rows=3)
     ids[0, 3], ids[1, 0] = 64, -1
     with torch.no_grad():
-        found["beyond"] = accelerator.prepare(tiny_model("llama")).eval()(ids).logits.isnan().any(-1)
+        if IS_NEW:  # before, the plan leaves the embedding whole, and torch refuses the id
+            found["beyond"] = accelerator.prepare(tiny_model("llama")).eval()(ids).logits.isnan().any(-1)
     accelerator = start(sizes={"tp_size": 2, "tp_plan": {"up": "colwise", "down": "rowwise"}})
     x = torch.ones(2, 8, requires_grad=True)
     try:
@@ -377,6 +378,7 @@ def test_fused_layers_experts_and_inputs_changed_in_place_are_exact_by_a_plan_of
         assert found["shapes"]["fused.weight"] == (16, 8)
 
 
+@pytest.mark.skipif(not IS_NEW, reason="needs a newer transformers")
 def test_an_id_beyond_the_vocabulary_makes_its_row_nan(families: list[dict[str, Any]]):
     for found in (of_rank["own"]["beyond"] for of_rank in families):
         assert found.tolist() == [[True] * 10, [True] * 10, [False] * 10]
