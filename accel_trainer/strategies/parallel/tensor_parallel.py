@@ -381,7 +381,7 @@ class ShardedForward(ReplacedForward):
 
 @cache
 def _knows_no_expert() -> bool:
-    # transformers 5.17 asks experts one by one without a place for an index behind the last: any does, of a weight of 0.
+    # transformers 5.17 asks experts one by one without a place for an index behind the last: any of a weight of 0 does.
     return compare_versions("transformers", ">=", "5.20")
 
 
