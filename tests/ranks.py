@@ -191,6 +191,8 @@ class _Rank:
         """Take the rank's answer, or note that it died without one."""
         self.is_done = True
         try:
+            if not self.pipe.poll():  # the rank is gone, and its loader's workers hold the pipe open for 5 s
+                raise EOFError
             is_ok, data = pickle.loads(self.pipe.recv_bytes())
             if is_ok:
                 self.result = pickle.loads(data)
@@ -340,12 +342,13 @@ def _collect(
     """Wait for every answer; after the first failure or at the deadline, end what still runs."""
     reason = f"had not finished after {timeout:g} s and was killed; it was here:"
     while running := [rank for rank in ranks if not rank.is_done]:
-        ready = connection.wait([rank.pipe for rank in running], max(0.0, deadline - time.monotonic()))
+        ends: list[Any] = [end for rank in running for end in (rank.pipe, rank.process.sentinel)]
+        ready = connection.wait(ends, max(0.0, deadline - time.monotonic()))
         if not ready:
             for rank in running:
                 rank.interrupt(reason)
         for rank in running:
-            if rank.pipe in ready:
+            if rank.pipe in ready or rank.process.sentinel in ready:
                 rank.read()
                 if outlived is not None and rank.failure:
                     outlived.replace(ranks, rank)
