@@ -28,6 +28,12 @@ from tests.trainer.checkpoint.test_save_on_each_node import ENGINES, files_of, o
 pytestmark = pytest.mark.multirank
 
 
+def run_to_store(*args: Any, **options: Any) -> dict[str, Any]:
+    """Train on a node that looks often for what the other one has sent; each save waits for that, twice."""
+    object_store._POLL_SECONDS = 0.05
+    return run(*args, **options)
+
+
 def checkpoint_of(folder: Path, node: int, step: int) -> Path:
     return folder / f"node{node}" / "out" / f"checkpoint-{step}"
 
@@ -50,7 +56,7 @@ def test_nodes_that_lose_their_disks_go_on_from_the_store(
     options: dict[str, Any] = {**ENGINES[engine], "samples": 10 * num_ranks, "env": env, "timeout": 100}
     reference = run_ranks(straight, num_ranks, str(tmp_path / "straight"), **options)
     options["checkpoint_uri"] = uri
-    run_ranks(run, num_ranks, tmp_path / "first", stop_at=6, save_async=True, **options)
+    run_ranks(run_to_store, num_ranks, tmp_path / "first", stop_at=6, save_async=True, **options)
 
     held = [files_of(checkpoint_of(tmp_path / "first", node, 6)) for node in (0, 1)]
     assert held[0] != held[1]
@@ -69,7 +75,7 @@ def test_nodes_that_lose_their_disks_go_on_from_the_store(
     (tmp_path / "first").rename(tmp_path / "second")  # nothing knows where it was
     for node in lost:
         shutil.rmtree(tmp_path / "second" / f"node{node}")
-    assert_equal_runs(run_ranks(run, num_ranks, tmp_path / "second", "latest", **options), reference)
+    assert_equal_runs(run_ranks(run_to_store, num_ranks, tmp_path / "second", "latest", **options), reference)
 
 
 def test_workers_that_are_started_again_on_empty_disks_go_on_from_the_store(tmp_path: Path) -> None:
@@ -81,9 +87,9 @@ def test_workers_that_are_started_again_on_empty_disks_go_on_from_the_store(tmp_
     options: dict[str, Any] = {**ENGINES["ddp"], "samples": 20, "timeout": 100}
     reference = run_ranks(straight, 2, str(tmp_path / "straight"), **options)
     options["checkpoint_uri"] = f"file://{tmp_path}/store"
-    run_ranks(run, 2, tmp_path / "run", stop_at=6, env=on_nodes(2), **options)
+    run_ranks(run_to_store, 2, tmp_path / "run", stop_at=6, env=on_nodes(2), **options)
     shutil.rmtree(tmp_path / "run")
-    assert_equal_runs(run_ranks(run, 2, tmp_path / "run", env=restarted, **options), reference)
+    assert_equal_runs(run_ranks(run_to_store, 2, tmp_path / "run", env=restarted, **options), reference)
     for node in (0, 1):  # which would have both if the run had begun anew
         held = [checkpoint_of(tmp_path / "run", node, step).exists() for step in (3, 6)]
         assert held == [False, True]
@@ -92,7 +98,7 @@ def test_workers_that_are_started_again_on_empty_disks_go_on_from_the_store(tmp_
 def test_another_number_of_nodes_takes_what_the_store_has(tmp_path: Path) -> None:
     options: dict[str, Any] = {**ENGINES["fsdp_sharded"], "samples": 40, "dropout": 0.0, "timeout": 100}
     options |= {"checkpoint_uri": f"file://{tmp_path}/store", "lr_scheduler_type": "constant"}
-    whole = run_ranks(run, 4, tmp_path / "run", env=on_nodes(4), max_steps=10, **options)[0]
+    whole = run_ranks(run_to_store, 4, tmp_path / "run", env=on_nodes(4), max_steps=10, **options)[0]
     shutil.rmtree(tmp_path / "run" / "node1")
     for path in (tmp_path / "store").glob("checkpoint-*"):
         if path.name != "checkpoint-3":  # of later ones the first node has its part
@@ -100,7 +106,9 @@ def test_another_number_of_nodes_takes_what_the_store_has(tmp_path: Path) -> Non
     (tmp_path / "store" / "_owner.json").unlink()
     one_node = {"GROUP_RANK": "0"}
     options["per_device_train_batch_size"] = 4
-    found = run_ranks(run, 2, tmp_path / "run", "auto", env=one_node, max_steps=10, on_changed_run="warn", **options)[0]
+    found = run_ranks(
+        run_to_store, 2, tmp_path / "run", "auto", env=one_node, max_steps=10, on_changed_run="warn", **options
+    )[0]
     np.testing.assert_allclose(found["losses"], whole["losses"], rtol=1e-5)
     for name, value in whole["weights"].items():
         np.testing.assert_allclose(found["weights"][name], value, rtol=1e-3, atol=1e-5)
@@ -113,6 +121,7 @@ def test_another_number_of_nodes_takes_what_the_store_has(tmp_path: Path) -> Non
 
 def saved_run(directory: Path) -> SavedRun:
     """Return a run of a node with a disk of its own."""
+    object_store._POLL_SECONDS = 0.05
     node = directory / f"node{os.environ['RANK']}"
     node.mkdir(exist_ok=True)
     os.chdir(node)
