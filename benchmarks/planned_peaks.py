@@ -2,30 +2,36 @@
 
 A native loop trains three updates. The measured peak is that of torch's allocator in the last one: what its profiler
 sees come and go, on all that Python holds before it. A plan that is off by more than 5 % in either direction misses its
-bound; then the cheapest change for less memory than it takes is followed, and measured against that memory.
+bound; then the cheapest change for less memory than it takes is followed, and measured against that memory. So is, of
+some cases, the file that `accel-trainer estimate --fit` writes for that memory.
 
     python benchmarks/planned_peaks.py 1 [NUMBER ...]    # cases on one process; others as run.py starts them
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import importlib.util
 import itertools
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from timing import Row
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from accel_trainer import Accelerator
+from accel_trainer.contrib import estimate
 from accel_trainer.contrib.planner import Workload, optimizer_builder
 from accel_trainer.contrib.preflight import PlannedRun
 from accel_trainer.state import AcceleratorState
@@ -60,6 +66,8 @@ class Case:
     has_adapters: bool = False
     """LoRA of all matrices in layers, by PEFT."""
     is_packed: bool = False
+    asks_fit: bool = False
+    """Whether `estimate --fit` is given the memory that the advice is for, too."""
 
     def __str__(self) -> str:
         ways = [name if value is True else f"{name}={value}" for name, value in self.options.items()]
@@ -69,22 +77,22 @@ class Case:
 
 
 CASES: tuple[Case, ...] = (
-    Case(),
+    Case(asks_fit=True),
     Case(sizes={"vocab_size": 16000}, options={**_BF16, "loss_chunk_tokens": 64}),
     Case(options=_BF16, rows=2, length=1024, optimizer="SGD", settings={"momentum": 0.9, "nesterov": True}),
     Case(options={"activation_checkpointing": "full"}, rows=16, optimizer="RMSprop"),
     Case(options={**_BF16, "activation_checkpointing": "selective"}, length=512),
     Case(options={**_BF16, "activation_checkpointing": "every:2", "gradient_accumulation_steps": 3}, length=512),
     Case(options={**_BF16, "activation_checkpointing": "full", "activation_offload": True}, rows=8),
-    Case(family="qwen3", sizes=_FEW_HEADS, options={**_BF16, "ema_decay": 0.99}, rows=2),
+    Case(family="qwen3", sizes=_FEW_HEADS, options={**_BF16, "ema_decay": 0.99}, rows=2, asks_fit=True),
     Case(family="gemma2", sizes=_FEW_HEADS, rows=2, optimizer="NAdam"),
-    Case(family="gpt2", sizes=_GPT2, options=_BF16),
+    Case(family="gpt2", sizes=_GPT2, options=_BF16, asks_fit=True),
     Case(family="bert", rows=8, length=128, settings={"weight_decay": 0.1}),
     Case(family="t5", sizes=_T5, rows=8, length=128, optimizer="Adagrad"),
     Case(family="vit", sizes=_VIT, options={**_BF16, "gradient_accumulation_steps": 2}, rows=32, length=0),
     Case(options=_BF16, is_packed=True, rows=2, length=512),
     Case(options=_BF16, has_adapters=True),
-    Case(options={"strategy": "ddp"}, ranks=2, rows=2),
+    Case(options={"strategy": "ddp"}, ranks=2, rows=2, asks_fit=True),
     Case(options={"strategy": "fsdp2", **_BF16}, ranks=2, rows=2),
     Case(options={"strategy": "fsdp2", "activation_checkpointing": "selective", "ema_decay": 0.9}, ranks=2, rows=2),
     Case(options={"strategy": "fsdp2", "loss": "chunked", "activation_offload": True}, ranks=2, rows=2),
@@ -93,7 +101,7 @@ CASES: tuple[Case, ...] = (
     Case(options={**_BF16, **zero_options(2)}, ranks=2, rows=2),
     Case(options={**_BF16, **zero_options(3)}, ranks=2, rows=2),
     Case(options=zero_options(2, offload_optimizer={"device": "cpu"}), ranks=2, rows=2),
-    Case(options={"parallel": {"dp_replicate_size": 2, "dp_shard_size": 2}, **_BF16}, ranks=4, rows=1),
+    Case(options={"parallel": {"dp_replicate_size": 2, "dp_shard_size": 2}, **_BF16}, ranks=4, rows=1, asks_fit=True),
     Case(options={"parallel": {"tp_size": 2}}, ranks=4, rows=1),
 )
 _KINDS = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification"}
@@ -195,8 +203,28 @@ def follow_advice(case: Case, planned: PlannedRun) -> tuple[str, Case, float] | 
     return change.text, replace(case, options=options, rows=change.rows), limit
 
 
+def fit_case(case: Case, limit: float) -> Case:
+    """Return a case as `estimate --fit` has chosen its layout, micro-batch and ways to save memory."""
+    rows = case.rows * case.options.get("gradient_accumulation_steps", 1) * case.ranks
+    with torch.device("meta"):
+        model = build_model(case)
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/train.yaml"
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        sizes = {"num_processes": case.ranks, "global_batch": rows, "sequence": case.length, "fit": f"{int(limit)}B"}
+        kept = {name: case.options[name] for name in ("mixed_precision", "ema_decay") if name in case.options}
+        words = [word for name, value in (sizes | kept).items() for word in (f"--{name}", str(value))]
+        parser = estimate.estimate_command_parser()
+        args, others = parser.parse_known_args([folder, *words, "--write", file, "--cpu"])
+        estimate.estimate_command(argparse.Namespace(**vars(args), layout_options=others))
+        options = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    del options["launch"]  # of the processes that are there
+    return replace(case, options=options, rows=options["accumulation"]["micro_batch_size"])
+
+
 def measure_cases(cases: dict[int, Case]) -> list[Row]:
-    """Return two rows for each case: planned against measured, and the peak with the advice against the memory."""
+    """Return rows for each case: planned against measured, and the peaks with what is advised against the memory."""
     rows = []
     for number, case in cases.items():
         if case.has_adapters and importlib.util.find_spec("peft") is None:
@@ -205,9 +233,16 @@ def measure_cases(cases: dict[int, Case]) -> list[Row]:
         planned = plan_case(case)
         ratio = planned.plan.peak / measured_peak(case)
         rows.append(Row(f"peak {number}: {case}", "the measured one", max(ratio, 1 / ratio), ratio, ratio, BOUND, 1))
-        if (advice := follow_advice(case, planned)) is not None:
-            share = measured_peak(advice[1]) / advice[2]
-            rows.append(Row(f"advice {number}: {advice[0]}"[:60], "the memory", share, share, share, 1.0, 1))
+        if (advice := follow_advice(case, planned)) is None:
+            continue
+        text, changed, limit = advice
+        followed = {f"advice {number}: {text}": changed}
+        if case.asks_fit:
+            fitted = fit_case(case, limit)
+            followed[f"--fit {number}: {case.family}, micro-batches of {fitted.rows}"] = fitted
+        for name, each in followed.items():
+            share = measured_peak(each) / limit
+            rows.append(Row(name[:60], "the memory", share, share, share, 1.0, 1))
     return rows
 
 

@@ -64,6 +64,21 @@ def test_plans_are_within_5_per_cent_of_what_ranks_take(name: str):
         assert (parts["averages"] > 0) == ("averages" in name)
 
 
+def test_a_case_is_measured_as_fit_has_written_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # no default configuration
+    sys.path.insert(0, str(BENCHMARKS))
+    planned_peaks = importlib.import_module("planned_peaks")
+    case = planned_peaks.Case(sizes=SMALL, options={"mixed_precision": "bf16"}, rows=4, length=64)
+    planned = planned_peaks.plan_case(case)
+    *_, limit = planned_peaks.follow_advice(case, planned)
+    fitted = planned_peaks.fit_case(case, limit)
+    assert fitted.rows * fitted.options["accumulation"]["num_steps"] == 4
+    assert (fitted.options["mixed_precision"], fitted.options["use_cpu"]) == ("bf16", True)
+    found = planned_peaks.plan_case(fitted).plan
+    assert found.rows == planned.plan.rows
+    assert 1.05 * found.peak <= limit < 1.05 * planned.plan.peak
+
+
 def test_the_advice_of_a_plan_is_a_case_that_is_measured():
     sys.path.insert(0, str(BENCHMARKS))
     planned_peaks = importlib.import_module("planned_peaks")
