@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -83,16 +84,18 @@ class AcceleratorStepping(AcceleratorSettings):
     def sync_gradients(self, sync_gradients: bool) -> None:
         self.gradient_state.sync_gradients = sync_gradients
 
-    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+    def accumulate(self, *models: nn.Module | Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Context of one micro-batch: gradients are exchanged, and the optimizer steps, on the last of a window.
 
         A window is `gradient_accumulation_steps` micro-batches, or the rest of the loader. No argument means all
-        prepared models.
+        prepared models; a list stands for those in it.
 
         Raises:
             ConfigError: a model is not prepared, or shares its optimizer with one that is not given.
         """
-        prepared = [self._prepared.get(model) for model in models] or self._prepared.units
+        # Half of diffusers' scripts give a list, which accelerate takes for a model that has nothing to synchronise.
+        given = chain.from_iterable(each if isinstance(each, list | tuple) else [each] for each in models)
+        prepared = [self._prepared.get(model) for model in given] or self._prepared.units
         for optimizer in self._prepared.optimizers:
             together = optimizer.prepared
             if len(together) > 1 and 0 < sum(each in prepared for each in together) < len(together):

@@ -137,11 +137,11 @@ def test_models_with_one_optimizer_have_to_accumulate_together():
     body, head, optimizer = accelerator.prepare(body, head, joint(body, head))
     with pytest.raises(ConfigError, match=r"given Body, and SGD steps Body and Head together; .*accumulate\(a, b\)"):
         accelerator.accumulate(body)
-    for _ in range(2):
-        with accelerator.accumulate():  # all that are prepared
+    for models, ends in (((), False), (([body, head],), True)):  # all; a list, as in diffusers' scripts
+        with accelerator.accumulate(*models):
             accelerator.backward(head(body(torch.ones(1, 2))).sum())
             optimizer.step()
-    assert optimizer.ends_window
+        assert optimizer.ends_window is ends
 
 
 def test_windows_made_by_hand_that_end_apart_are_refused():
