@@ -321,12 +321,13 @@ def why_not_regrouped(root: Any) -> str:
     return f"torch {torch.__version__} cannot begin a forward of FSDP2 again (2.13 can)"
 
 
-def regroup_units(root: Any, mesh: DeviceMesh) -> None:
+def regroup_units(units: Sequence[Any], mesh: DeviceMesh) -> None:
     """Have FSDP2's units, and all tensors on their mesh, use another mesh; drop what forward and backward have left.
 
-    Gradients of shards stay.
+    Gradients of shards stay. The first of the units is the outermost one.
     """
-    groups = _parameter_groups(root)
+    read = "torch.distributed.fsdp.FSDPModule._get_fsdp_state"
+    groups = [group for unit in units for group in _need(unit, read)()._fsdp_param_groups]
     infos = {id(info): info for group in groups for info in (group.mesh_info, group.post_forward_mesh_info) if info}
     # In place: shards, gradients, an optimizer's state and averages refer to it, each by a layout of its own.
     for old in {id(info.mesh): info.mesh for info in infos.values()}.values():
@@ -341,13 +342,7 @@ def regroup_units(root: Any, mesh: DeviceMesh) -> None:
             shard.unsharded_accumulated_grad = None
             if hasattr(shard, "_unsharded_param"):
                 shard._unsharded_param.grad = None
-    root.reset_iter_state()
-
-
-def _parameter_groups(root: nn.Module) -> list[Any]:
-    read = "torch.distributed.fsdp.FSDPModule._get_fsdp_state"
-    units = [module for module in root.modules() if hasattr(module, "_get_fsdp_state")]
-    return [group for unit in units for group in _need(unit, read)()._fsdp_param_groups]
+    units[0].reset_iter_state()
 
 
 def guard_forward(replicas: nn.parallel.DistributedDataParallel, on_error: Callable[[RuntimeError], None]) -> None:

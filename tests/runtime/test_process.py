@@ -134,7 +134,7 @@ def join_and_describe() -> dict[str, Any]:
         first = init_process(read_environment(), timeout_seconds=41)
         second = init_process(read_environment())
         state, accelerator = PartialState(), Accelerator()
-        groups = [group for shape in ((4,), (2, 2)) for group in init_mesh(first, shape).get_all_groups()]
+        groups = [group for shape in ((4,), (2, 2)) for group in init_mesh(first.device.type, shape).get_all_groups()]
         saver = BackgroundSaver(first)
     total = torch.ones(1)
     dist.all_reduce(total)

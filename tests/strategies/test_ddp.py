@@ -338,7 +338,7 @@ def begun_again() -> Any:
         unit.begin_update()
         unit.model(own_rows())
         found.append({name: value.clone() for name, value in unit.module.named_buffers()})
-    unit.rejoin(in_update=True)
+    unit.drop_update()
     return [*found, dict(unit.module.named_buffers())]
 
 

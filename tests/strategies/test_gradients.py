@@ -135,7 +135,7 @@ def clip_on_meshes() -> dict[str, Any]:
     from accel_trainer.strategies.parallel.meshes import init_mesh
 
     process = init_process(read_environment())
-    flat, hybrid = init_mesh(process, (4,)), init_mesh(process, (2, 2))
+    flat, hybrid = init_mesh(process.device.type, (4,)), init_mesh(process.device.type, (2, 2))
     layouts = {
         "flat": ([flat], [[Shard(0)]]),
         "hybrid": ([hybrid], [[Replicate(), Shard(0)]]),
@@ -185,7 +185,7 @@ def clip_other_kinds() -> dict[str, Any]:
     from accel_trainer.runtime.process import init_process, read_environment
     from accel_trainer.strategies.parallel.meshes import init_mesh
 
-    mesh = init_mesh(init_process(read_environment()), (2, 2))
+    mesh = init_mesh(init_process(read_environment()).device.type, (2, 2))
 
     def norm_of(*gradients: Tensor, p: float = 2.0) -> Tensor:
         made = []

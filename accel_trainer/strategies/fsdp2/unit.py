@@ -132,7 +132,7 @@ class FSDP2Unit(NativeUnit):
         """Let the replicas that are left exchange in groups of their own; nothing but gradients of shards is kept."""
         assert self._replicated is not None
         size = self._replicated.size(1)
-        regroup_units(self._root, init_mesh(self._replicated.device_type, (dist.get_world_size() // size, size)))
+        regroup_units(self._units(), init_mesh(self._replicated.device_type, (dist.get_world_size() // size, size)))
         self._guard.forget()
         self._unsharded.forget()
         if self._order is not None:
@@ -231,9 +231,11 @@ class FSDP2Unit(NativeUnit):
 
     def _reshard(self) -> None:
         # A forward without its backward leaves parameters gathered, under other objects than the optimizer's.
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for unit in self._units():
+            unit.reshard()
+
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 
 def _end_aside(unit: FSDP2Unit | None) -> None:

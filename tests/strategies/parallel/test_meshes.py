@@ -65,14 +65,14 @@ def test_sizes_that_do_not_make_the_job_are_refused(world_size: int, options: di
 
 
 def test_one_axis_over_every_rank_is_the_jobs_own_group(job_of_64: ProcessContext):
-    mesh = init_mesh(job_of_64, (64,))
+    mesh = init_mesh(job_of_64.device.type, (64,))
     assert mesh.mesh_dim_names == ("shard",)
     assert mesh.get_group("shard") is dist.group.WORLD
 
 
 def test_shards_of_a_replica_are_neighbours(job_of_64: ProcessContext):
     # 8 replicas of 8 shards on nodes of 8: parameters are gathered inside of a node, only gradients leave it.
-    mesh = init_mesh(job_of_64, (8, 8))
+    mesh = init_mesh(job_of_64.device.type, (8, 8))
     assert mesh.mesh_dim_names == ("replicate", "shard")
     assert dist.get_process_group_ranks(mesh.get_group("shard")) == list(range(16, 24))
     assert dist.get_process_group_ranks(mesh.get_group("replicate")) == list(range(5, 64, 8))
