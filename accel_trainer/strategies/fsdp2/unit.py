@@ -131,8 +131,8 @@ class FSDP2Unit(NativeUnit):
     def rejoin(self) -> None:
         """Let the replicas that are left exchange in groups of their own; nothing but gradients of shards is kept."""
         assert self._replicated is not None
-        size = self._replicated.size(1)
-        regroup_units(self._units(), init_mesh(self._replicated.device_type, (dist.get_world_size() // size, size)))
+        shape = dist.get_world_size() // self.replica_size, self.replica_size
+        regroup_units(self._sharded_modules(), init_mesh(self._replicated.device_type, shape))
         self._guard.forget()
         self._unsharded.forget()
         if self._order is not None:
@@ -231,10 +231,10 @@ class FSDP2Unit(NativeUnit):
 
     def _reshard(self) -> None:
         # A forward without its backward leaves parameters gathered, under other objects than the optimizer's.
-        for unit in self._units():
+        for unit in self._sharded_modules():
             unit.reshard()
 
-    def _units(self) -> list[FSDPModule]:
+    def _sharded_modules(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
 
