@@ -362,7 +362,7 @@ def keep_scales(model: nn.Module) -> None:
 
 
 def scales_of(module: nn.Module) -> Iterator[tuple[Any, str, torch.Tensor]]:
-    """Yield what a 4-bit layer keeps beside its packed weights: the object that holds a tensor, its name, and it."""
+    """Yield the tensors of a 4-bit layer beside its packed weights: the holder of each, its name, and itself."""
     state: Any = getattr(module, "quant_state", None)
     for holder in (state, getattr(state, "state2", None)):  # of scales that are quantised themselves
         for name in ("absmax", "code", "offset"):

@@ -469,7 +469,7 @@ class LostRanks:
                 loader.share_out(self.left, 0, 0)
 
     def _meet_again(self, accelerator: Accelerator, said: Mapping[int, dict[str, Any]]) -> None:
-        """Go on in the group of the members, behind what the foremost have done. Every one of them calls it.
+        """Go on in the group of the members, level with the foremost. Every one of them calls it.
 
         `said`: by each of them, where they met. Where more are lost meanwhile, it is done again.
         """
@@ -489,7 +489,7 @@ class LostRanks:
             self._take_level(accelerator, places, given)
 
     def _catch_up(self, accelerator: Accelerator, places: _Places) -> Any:
-        """Share the updates out, and return what this rank was given, if anything; None where another rank is lost."""
+        """Share the updates out, and return the state that this rank was given, if any; None where another rank is lost."""
         try:
             if self._votes:
                 self._take_vote(places.is_behind_update or places.have_voted)
@@ -527,7 +527,7 @@ class LostRanks:
         return self._votes and (place[0] < ahead[0] or place[1] == ahead[1])
 
     def _take_level(self, accelerator: Accelerator, places: _Places, given: Any) -> None:
-        """Go on from this rank's place with what one of those ahead has given."""
+        """Go on from this rank's place with the state that one of those ahead has given."""
         is_update, ahead = places.is_behind_update, places.ahead
         self._num_owed = max(ahead[2:]) - (0 if is_update else max(places.own[2:]))
         if self._lacks_nothing(places.own, ahead):
@@ -650,7 +650,7 @@ class _Places:
 
     @classmethod
     def of(cls, said: Mapping[int, dict[str, Any]], rank: int) -> _Places:
-        """Return them by what each rank has said, as `rank` sees them."""
+        """Return the places by each rank's word, as `rank` sees them."""
         ahead = max(each["place"] for each in said.values())
         behind = {rank: each["place"] for rank, each in said.items() if each["place"] != ahead}
         return cls(said[rank]["place"], ahead, behind, all(each["has_voted"] for each in said.values()))

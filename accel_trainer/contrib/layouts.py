@@ -148,7 +148,7 @@ def _expert_sizes(within: Sequence[int], tp: int, sp: int, shard: int) -> list[i
 
 
 def adapters_in_words(args: argparse.Namespace) -> str:
-    """Return how a list of what is planned goes on, where adapters are trained."""
+    """Return the end of a list of options, where adapters are trained."""
     return "" if args.lora is None else f", LoRA of rank {args.lora}{', its layers in 4 bits' * args.load_in_4bit}"
 
 

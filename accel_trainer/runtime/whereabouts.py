@@ -94,8 +94,8 @@ def _mark(marks: _Marks, function: F, name: str) -> F:
     return function
 
 
-def _mark_of(marks: _Marks, call: _Call) -> str | None:
-    return next((name for lines, name in marks.get((call.path, call.name), ()) if call.line in lines), None)
+def _mark_of(marks: _Marks, call: _Call, unmarked: Any = None) -> Any:
+    return next((name for lines, name in marks.get((call.path, call.name), ()) if call.line in lines), unmarked)
 
 
 def mark_collectives(path: str) -> None:
@@ -244,7 +244,8 @@ def _section(call: _Call, caller: _Call | None) -> str:
         if end in call.path and (not names or call.name in names):
             # transformers has a method per event, by its name, that calls the one for all of them.
             return f"callback {caller.name}" if title == "callback" and caller else title
-    return _mark_of(_marked_sections, call) or ""
+    section: str = _mark_of(_marked_sections, call, "")
+    return section
 
 
 def _operation(calls: list[_Call]) -> str:
@@ -260,7 +261,8 @@ def _operation(calls: list[_Call]) -> str:
         return names[-1]
     outermost = waiting[-1]
     name = "backward" if outermost.name == "_engine_run_backward" else outermost.name
-    return _mark_of(_marked_waits, outermost) or name
+    operation: str = _mark_of(_marked_waits, outermost, name)
+    return operation
 
 
 def _waits(call: _Call) -> bool:
