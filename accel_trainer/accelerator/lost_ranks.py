@@ -489,7 +489,7 @@ class LostRanks:
             self._take_level(accelerator, places, given)
 
     def _catch_up(self, accelerator: Accelerator, places: _Places) -> Any:
-        """Share the updates out, and return the state that this rank was given, if any; None where another rank is lost."""
+        """Share the updates out; return the state that this rank was given, None without one or after another loss."""
         try:
             if self._votes:
                 self._take_vote(places.is_behind_update or places.have_voted)
