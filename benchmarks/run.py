@@ -96,6 +96,7 @@ BENCHMARKS = {
     "activations": activations_step.measure,
     "guards": lambda rounds: [*guards_step.measure(rounds), *_two_processes("guards_step.py", rounds)],
     "meters": meters_step.measure,
+    "watching": lambda rounds: _two_processes("watching_step.py", rounds),
     "trainer": lambda rounds: _with_peer("trainer_step.py", rounds),
     "short": lambda rounds: _with_peer("short_steps.py", rounds),
     "evaluate2": lambda rounds: _rows_of(
