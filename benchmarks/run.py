@@ -104,6 +104,7 @@ BENCHMARKS = {
     ),
     "trainer2": lambda rounds: _two_processes("trainer_two_ranks.py", rounds),
     "fsdp2": lambda rounds: _two_processes("fsdp2_step.py", rounds),
+    "titan": lambda rounds: _two_processes("titan_step.py", rounds),
     "updates": weight_updates.measure,
     "zero": lambda rounds: _two_processes("zero_step.py", rounds),
     "data": data_loading.measure,
