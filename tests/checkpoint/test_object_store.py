@@ -293,6 +293,7 @@ def native(directory: Path, uri: str, source: str | None = None) -> list[float]:
         accelerator.backward(model(torch.ones(2, 4)).sum())
         optimizer.step()
         accelerator.save_state()
+        accelerator._checkpointer._uploads.wait()  # else the next one may take its place
     accelerator.end_training()
     return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
 

@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
+from accel_trainer.runtime import rank_watch
 from tests.fault_injection import fault_env
 from tests.ranks import RankFailure, map_jobs, preload, run_ranks
-from tests.runtime.test_rank_watch import as_script, hanging_script, native_loop
+from tests.runtime.test_rank_watch import POLL_SECONDS, as_script, native_loop, print_in
 from tests.trainer_jobs import build_trainer
 
 preload("accel_trainer.accelerator", "deepspeed")
@@ -23,7 +24,9 @@ def native(folder: str, stage: int) -> None:
 
 
 def hanging(folder: str, stage: int) -> None:
-    hanging_script("deepspeed", folder, {"deepspeed": {"zero_stage": stage}, "hang": {"step_seconds": 2.0}})
+    rank_watch._POLL_SECONDS = POLL_SECONDS
+    print_in(folder)
+    native_loop("deepspeed", folder, {"deepspeed": {"zero_stage": stage}, "hang": {"step_seconds": 2.0}})
 
 
 def with_trainer(folder: str, stage: int) -> None:
