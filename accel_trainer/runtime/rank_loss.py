@@ -40,7 +40,9 @@ _SILENCE = timedelta(days=20)
 _WORD_SECONDS = 2.0
 """For the launcher, to say that a rank is gone whose connections have broken. It looks every 0.1 s by default."""
 _MEETING_SECONDS = 30.0
-"""For ranks that have agreed, to connect: a second one may be killed meanwhile."""
+"""For ranks that have agreed, to come and connect: a second one may be killed meanwhile."""
+_CONNECT_SECONDS, _CONNECT_ATTEMPTS = 5.0, 3
+"""For ranks that begin to connect together, which takes hundredths of a second, and a tenth on a busy machine."""
 
 _Connections = dict[int, tuple[Any, Any]]
 _connections: _Connections = {}
@@ -360,6 +362,7 @@ class Survivors:
         Raises:
             RankLostError: they cannot connect.
         """
+        num_left = _CONNECT_ATTEMPTS
         while True:
             before = self.members
             problem = self._connect(timeout_seconds)
@@ -367,6 +370,9 @@ class Survivors:
             if before != self.members:
                 continue
             if any(problems):
+                # The thread of one may have closed its new connections, for a loss that these members are without.
+                if (num_left := num_left - 1) > 0:
+                    continue
                 raise RankLostError(f"the ranks that were left could not connect: {next(filter(None, problems))}")
             if self.has_lost():  # since they agreed: the thread may have closed the old connections
                 close_connections()
@@ -377,13 +383,21 @@ class Survivors:
         if dist.is_initialized():
             dist.destroy_process_group()
         count_groups_anew()
-        # Known before it was a member: the thread has looked already, and waits for another word.
-        if self.has_lost():
+        name, limit = f"{PREFIX}/group {self._num_meetings}", min(timeout_seconds, _MEETING_SECONDS)
+        rank, size, deadline = self.members.index(self.rank), len(self.members), time.monotonic() + limit
+        # Each waits for the others' addresses to the limit, whoever is lost: they begin together, or not at all. A loss
+        # may have been known before that rank was a member: the thread has looked already, and waits for another word.
+        keys, verdict = [f"{name}/begins/{each}" for each in self.members], f"{name}/verdict"
+        self._store.set(keys[rank], "")
+        while not (are_here := self._store.check(keys)) and not self._store.check([verdict]):
+            if self.has_lost() or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS / 20)
+        begins = are_here and not self.has_lost()
+        if self._store.compare_set(verdict, "", "begin" if begins else "void").decode() == "void":
             return "another rank is lost by now"
-        name = f"{PREFIX}/group {self._num_meetings}"
-        # A rank that is lost while they connect never answers.
-        bound = timedelta(seconds=min(timeout_seconds, _MEETING_SECONDS))
-        rank, size = self.members.index(self.rank), len(self.members)
+        # One that is lost meanwhile, or has closed its connections, never answers.
+        bound = timedelta(seconds=min(limit, _CONNECT_SECONDS + size / 10))
         try:
             with noting_connections():
                 store = dist.PrefixStore(name, self._base.clone())  # type: ignore[attr-defined]
