@@ -339,7 +339,8 @@ def regroup_units(units: Sequence[Any], mesh: DeviceMesh) -> None:
         group._all_gather_result = None  # whose end nobody waits for
         for shard in group.fsdp_params:
             shard._shard_mesh = shard._init_shard_mesh()
-            shard.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(shard):  # torch 2.15 keeps the parameter's own alone
+                shard.unsharded_accumulated_grad = None
             if hasattr(shard, "_unsharded_param"):
                 shard._unsharded_param.grad = None
     units[0].reset_iter_state()
