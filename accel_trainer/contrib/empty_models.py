@@ -105,13 +105,11 @@ def add_adapters(model: Any, rank: int, *, in_4_bits: bool) -> Any:
     for module in model.modules() if in_4_bits else ():
         layer = getattr(module, "base_layer", None)
         if isinstance(layer, torch.nn.Linear):
-            shape, packed = (
-                layer.weight.shape,
-                layer.weight.new_empty((layer.weight.numel() // 2, 1), dtype=torch.uint8),
-            )
-            scales = layer.weight.new_empty(layer.weight.numel() // 64, dtype=torch.float32)
+            weight, count = layer.weight, layer.weight.numel()
+            state = SimpleNamespace(shape=weight.shape, absmax=weight.new_empty(count // 64, dtype=torch.float32))
+            packed = weight.new_empty((count // 2, 1), dtype=torch.uint8)
             layer.weight = torch.nn.Parameter(packed, requires_grad=False)
-            vars(layer).update(quant_state=SimpleNamespace(shape=shape, absmax=scales), compute_dtype=torch.bfloat16)
+            vars(layer).update(quant_state=state, compute_dtype=torch.bfloat16)
     return model
 
 
