@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,7 +112,15 @@ def add_adapters(model: Any, rank: int, *, in_4_bits: bool) -> Any:
             packed = weight.new_empty((count // 2, 1), dtype=torch.uint8)
             layer.weight = torch.nn.Parameter(packed, requires_grad=False)
             vars(layer).update(quant_state=state, compute_dtype=torch.bfloat16)
+            vars(module)["_cast_input_dtype"] = partial(_cast_outside_autocast, module._cast_input_dtype)
     return model
+
+
+def _cast_outside_autocast(cast: Callable[[Any, Any], Any], x: Any, dtype: Any) -> Any:
+    """Leave the input of an adapter to autocast, as PEFT's layers over bitsandbytes do and its others do not."""
+    import torch
+
+    return x if torch.is_autocast_enabled() else cast(x, dtype)
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:

@@ -345,7 +345,7 @@ class _Step:
             if isinstance(named, str)
             else named
         )
-        self.kernels: AbstractContextManager[Any] = _AsOnGpu() if workload.is_on_gpu else _EveryLayer()
+        self.kernels: AbstractContextManager[Any] = _kernels_of_gpus() if workload.is_on_gpu else _EveryLayer()
         self.compute_loss = workload.compute_loss or _loss_of
         self.end_of_forward = 0
         """The number of events before the first backward."""
@@ -492,6 +492,7 @@ def _build_batch(model: nn.Module, workload: Workload) -> dict[str, Tensor]:
     """Return the given batch without values, or one of a model of transformers, with labels where it takes some."""
     if workload.inputs is not None:
         return {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in workload.inputs.items()}
+    model = getattr(model, "get_base_model", lambda: model)()  # the forward of PEFT's model names no labels
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if name == "pixel_values":
@@ -547,6 +548,18 @@ class _AsOnGpu(_EveryLayer):
         if func is nn.functional.scaled_dot_product_attention:
             kwargs = {**(kwargs or {}), "dropout_p": 0.0}
         return super().__torch_function__(func, types, args, kwargs)
+
+
+@contextmanager
+def _kernels_of_gpus() -> Iterator[None]:
+    """Context in which code that asks for autocast without naming a device, as PEFT's, hears of that of the plan."""
+    inherited = torch.is_autocast_enabled
+    torch.is_autocast_enabled = lambda *device: inherited(*(device or ("cpu",)))
+    try:
+        with _AsOnGpu():
+            yield
+    finally:
+        torch.is_autocast_enabled = inherited
 
 
 def _is_in_16_bits(value: Any) -> bool:
