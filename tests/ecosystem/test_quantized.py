@@ -6,10 +6,12 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from accel_trainer import Accelerator
 from accel_trainer.launch.cli import main
@@ -30,12 +32,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(folder, seed=0)
 
 
-def save_base(folder: Path, seed: int) -> Path:
+def save_base(folder: Path, seed: int, vocab_size: int = 64) -> Path:
     import transformers
 
     torch.manual_seed(seed)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes)
+    config = transformers.LlamaConfig(vocab_size=vocab_size, num_key_value_heads=2, **sizes)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -154,20 +156,27 @@ def test_a_plan_of_a_4_bit_base_is_what_a_rank_takes(base: Path, strategy: str, 
         assert planned == pytest.approx(measured, rel=0.05)
 
 
-def test_estimate_plans_adapters_and_a_4_bit_base_from_a_configuration(base: Path, capsys: pytest.CaptureFixture[str]):
+def build_qlora(base: Path, dtype: torch.dtype) -> Any:
     import peft
     import transformers
 
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    model = transformers.LlamaForCausalLM.from_pretrained(base, quantization_config=config, dtype=dtype)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear")).train()
+
+
+def test_estimate_plans_adapters_and_a_4_bit_base_from_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    base = save_base(tmp_path, seed=0, vocab_size=2048)  # of words enough that the loss counts
+    capsys.readouterr()
     command = ["estimate", str(base), "--num_processes", "1", "--batch", "8", "--sequence", "64", "--lora", "4"]
     assert main([*command, "--load_in_4bit", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert main([*command, "--json"]) == 0
     unpacked = json.loads(capsys.readouterr().out)
 
-    packed = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}
-    config = transformers.BitsAndBytesConfig(**packed)
-    model = transformers.LlamaForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.float32)
-    real: Any = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    real = build_qlora(base, torch.float32)
     trained = [p for p in real.parameters() if p.requires_grad]
     assert planned["parameters"] == sum(p.nbytes for p in real.parameters())
     assert planned["gradients"] == unpacked["gradients"] == sum(p.nbytes for p in trained)
@@ -181,3 +190,26 @@ def test_estimate_plans_adapters_and_a_4_bit_base_from_a_configuration(base: Pat
     assert unpacked["peak"] - planned["peak"] > 0.8 * (unpacked["parameters"] - planned["parameters"])
     assert main([*command, "--load_in_4bit"]) == 0
     assert "AdamW, LoRA of rank 4, its layers in 4 bits\n" in capsys.readouterr().out
+
+
+def test_estimate_keeps_of_4_bit_layers_under_autocast_what_a_gpu_keeps(base: Path, capsys: pytest.CaptureFixture[str]):
+    """PEFT's layers over bitsandbytes ask for CUDA's autocast: where it is on they make no copies of their inputs."""
+    command = ["estimate", str(base), "--num_processes", "1", "--batch", "8", "--sequence", "64", "--lora", "4"]
+    assert main([*command, "--load_in_4bit", "--dtype", "bfloat16", "--mixed_precision", "bf16", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["activations"]
+    model, tokens_BL = build_qlora(base, torch.bfloat16), torch.zeros(8, 64, dtype=torch.long)
+    own, kept = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}, []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with (
+        mock.patch.object(torch, "is_autocast_enabled", return_value=True),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        loss = model(input_ids=tokens_BL, labels=tokens_BL).loss
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in kept}
+    assert loss.requires_grad
+    assert planned == pytest.approx(sum(size for each, size in storages.items() if each not in own), rel=0.05)
