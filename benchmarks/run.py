@@ -15,6 +15,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -130,14 +131,22 @@ def main() -> None:
     options = parser.parse_args()
     if options.rounds < 5:
         parser.error(f"--rounds {options.rounds} is too few for a median; use 5 or more")
-    rows = [row for name in options.only or BENCHMARKS for row in BENCHMARKS[name](options.rounds)]
+    rows, failed = [], []
+    for name in options.only or BENCHMARKS:
+        begin = time.monotonic()
+        try:
+            rows += BENCHMARKS[name](options.rounds)
+        except (Exception, SystemExit) as error:  # which the rows of the others are not lost for
+            failed.append(f"{name}: {error}")
+        print(f"{name}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
     print(
         f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, CPU"
     )
     print_rows(rows)
-    missed = [row.name for row in rows if row.verdict == "MISSED"]
-    if missed:
-        raise SystemExit(f"missed: {', '.join(missed)}")
+    if missed := [row.name for row in rows if row.verdict == "MISSED"]:
+        failed.append(f"missed: {', '.join(missed)}")
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -275,6 +275,7 @@ def _take_memory(model: nn.Module) -> None:
         for index, (holder, name, scales) in enumerate(scales_of(module)):
             setattr(holder, name, torch.empty_like(scales, device="cpu"))
             module.register_buffer(f"_scales_{index}", getattr(holder, name), persistent=False)  # to be counted
+        if hasattr(module, "_scales_0"):
             vars(module)["forward"] = partial(_multiply_packed, module)
 
 
