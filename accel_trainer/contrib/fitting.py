@@ -42,9 +42,10 @@ _WAYS: tuple[dict[str, Any], ...] = (
     {**_CHUNKED, **with_policy("selective")},
     {**_CHUNKED, **with_policy("every:2")},
     {**_CHUNKED, **with_policy("full")},
-    {**_CHUNKED, **with_policy("full"), _OFFLOAD: True},
 )
 """Ways to save memory, from the one that costs least on."""
+_MORE_WAYS: dict[Any, tuple[dict[str, Any], ...]] = {"fsdp2": ({**_CHUNKED, **with_policy("full"), _OFFLOAD: True},)}
+"""Those that a strategy has beside."""
 _HOST_BANDWIDTH = 20e9
 """Bytes a second between device and host, and of an update on the host: both are bound by memory."""
 
@@ -134,7 +135,7 @@ class Search:
         needed: dict[str, str] = {}
         """By the choice that came after, what a rank of one row needed without it."""
         has_chunks = True
-        ways = _WAYS if layout.get("strategy") == "fsdp2" else _WAYS[:-1]
+        ways = (*_WAYS, *_MORE_WAYS.get(layout.get("strategy"), ()))
         for way in ways:
             flags = {**layout, **(way if has_chunks else _without_loss(way))}
             try:
