@@ -23,9 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from accel_trainer import logging
 from accel_trainer.config import LossImplementation, Resolved
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.runtime.model_wrappers import ReplacedForward
+
+logger = logging.get_logger(__name__)
 
 _CHUNK_NUMEL = {"cpu": 2**25, "other": 2**27}
 """Logits of a chunk where no number of tokens is given: 256 tokens of 131,072 words on a CPU, 1,024 elsewhere.
@@ -538,7 +541,14 @@ class _ModelForward(ReplacedForward):
         given = kwargs if not args else {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
         is_labelled = given.get("labels") is not None or given.get("shift_labels") is not None
         is_plain = self.loss.settings.implementation is LossImplementation.PLAIN
-        if is_plain or not is_labelled or not (self.module.training or skips_logits):
+        if is_plain or not is_labelled:
+            return forward(*args, **kwargs)
+        if not (self.module.training or skips_logits):
+            if torch.is_grad_enabled():  # as from_pretrained() leaves a model, and PEFT makes one of it
+                logger.warning_once(
+                    f"{self.loss.origin}: {self.loss.name} is in eval(), where logits are made whole; call train() to "
+                    "train it, or evaluate it under torch.no_grad()"
+                )
             return forward(*args, **kwargs)
         with self.loss.deferring():
             return forward(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import sys
 from typing import Any
 
@@ -154,6 +155,19 @@ def test_logits_are_made_in_evaluation_and_where_there_are_no_labels():
     skipped = model(**inputs, skip_logits=True)  # a Trainer's evaluation for which the loss is enough
     assert skipped.loss.item() == pytest.approx(model(**inputs).loss.item(), rel=1e-6)
     assert not isinstance(skipped.logits, Tensor)
+
+
+def test_a_model_that_is_left_in_eval_is_told_of_where_it_trains(caplog: pytest.LogCaptureFixture):
+    """As `from_pretrained()` leaves it: no logits are spared, which nobody would see."""
+    model, inputs = prepare(build("gpt2")), batch()
+    message = r"loss=chunked .*: GPT2LMHeadModel is in eval\(\), .* call train\(\)"
+    with torch.no_grad():
+        model.eval()(**inputs)
+    model.train()(**inputs)
+    assert not caplog.records
+    assert isinstance(model.eval()(**inputs).logits, Tensor)
+    model(**inputs)
+    assert [bool(re.search(message, record.getMessage())) for record in caplog.records] == [True]
 
 
 def test_logits_that_were_not_made_say_so():
