@@ -39,8 +39,6 @@ _SILENCE = timedelta(days=20)
 """For which a rank waits for a word of the launcher at once: torch polls in milliseconds that fit 32 bits."""
 _WORD_SECONDS = 2.0
 """For the launcher, to say that a rank is gone whose connections have broken. It looks every 0.1 s by default."""
-_MEETING_SECONDS = 30.0
-"""For ranks that have agreed, to come and connect: a second one may be killed meanwhile."""
 _CONNECT_SECONDS, _CONNECT_ATTEMPTS = 5.0, 3
 """For ranks that begin to connect together, which takes hundredths of a second, and a tenth on a busy machine."""
 
@@ -344,7 +342,8 @@ class Survivors:
                     raise RankLostError(f"rank {self._store.get('ended').decode()} has ended, and does not go on")
                 time.sleep(_POLL_SECONDS / 20)
             # One that is lost now may have come before, and some may have gone on: the first to see either decides.
-            verdict = self._store.compare_set(f"{meeting}/verdict", "", "met" if are_here else "void").decode()
+            has_met = are_here and self.lost == lost
+            verdict = self._store.compare_set(f"{meeting}/verdict", "", "met" if has_met else "void").decode()
             if verdict == "met":
                 self.members = left
                 self._store.set(f"taken/{len(lost)}", "")
@@ -363,6 +362,9 @@ class Survivors:
             RankLostError: they cannot connect.
         """
         num_left = _CONNECT_ATTEMPTS
+        # One that connects waits for the others' addresses to the limit, whoever is lost: all begin together. A loss
+        # may have been known before that rank was a member: the thread has looked already, and waits for another word.
+        self.agree({}, timeout_seconds)
         while True:
             before = self.members
             problem = self._connect(timeout_seconds)
@@ -383,23 +385,12 @@ class Survivors:
         if dist.is_initialized():
             dist.destroy_process_group()
         count_groups_anew()
-        name, limit = f"{PREFIX}/group {self._num_meetings}", min(timeout_seconds, _MEETING_SECONDS)
-        rank, size, deadline = self.members.index(self.rank), len(self.members), time.monotonic() + limit
-        # Each waits for the others' addresses to the limit, whoever is lost: they begin together, or not at all. A loss
-        # may have been known before that rank was a member: the thread has looked already, and waits for another word.
-        keys, verdict = [f"{name}/begins/{each}" for each in self.members], f"{name}/verdict"
-        self._store.set(keys[rank], "")
-        while not (are_here := self._store.check(keys)) and not self._store.check([verdict]):
-            if self.has_lost() or time.monotonic() > deadline:
-                break
-            time.sleep(_POLL_SECONDS / 20)
-        begins = are_here and not self.has_lost()
-        if self._store.compare_set(verdict, "", "begin" if begins else "void").decode() == "void":
-            return "another rank is lost by now"
+        size = len(self.members)
         # One that is lost meanwhile, or has closed its connections, never answers.
-        bound = timedelta(seconds=min(limit, _CONNECT_SECONDS + size / 10))
+        bound = timedelta(seconds=min(timeout_seconds, _CONNECT_SECONDS + size / 10))
         try:
             with noting_connections():
+                name, rank = f"{PREFIX}/group {self._num_meetings}", self.members.index(self.rank)
                 store = dist.PrefixStore(name, self._base.clone())  # type: ignore[attr-defined]
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=bound)
         except RuntimeError as error:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_trainer.errors import RankLostError
+from accel_trainer.runtime import rank_loss
 from accel_trainer.runtime.alike_group import join_alike_group
 from accel_trainer.runtime.rank_loss import LossNotice, Survivors, noting_connections
 from tests.ranks import run_ranks
@@ -63,6 +64,38 @@ def lose_replicas() -> tuple[list[int], str, int]:
 
 def test_a_rank_goes_with_its_replica_and_all_where_none_is_whole() -> None:
     assert run_ranks(lose_replicas, 1)[0] == ([2, 3], "every replica (dp_replicate_size) has lost a rank", 0)
+
+
+def connect_together(num_members: int, late: int) -> tuple[list[list[int]], float]:
+    """Form a group of `num_members`, to which rank `late` comes after 0.5 s; return who connected, and when it did."""
+    rank, connected, connect = int(os.environ["RANK"]), [], Survivors._connect
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    survivors, notice = Survivors(store, rank, num_members), LossNotice(store, num_members)
+
+    def connect_noted(self: Survivors, timeout_seconds: float) -> str:
+        connected.append(self.members)
+        return connect(self, timeout_seconds)
+
+    Survivors._connect = connect_noted  # type: ignore[method-assign]
+    rank_loss._CONNECT_SECONDS = 0.2  # type: ignore[misc]
+    if rank == late:
+        time.sleep(0.5)
+        if num_members > 3:
+            notice.tell(3)
+    begin = time.monotonic()
+    survivors.form_group(30)
+    seconds = time.monotonic() - begin
+    dist.all_reduce(torch.zeros(1))
+    survivors.close()
+    return connected, seconds
+
+
+@pytest.mark.parametrize("num_members", [3, 4])
+def test_all_that_are_left_meet_before_any_of_them_connects(num_members: int) -> None:
+    """Where one comes later than a connecting takes, or is lost before it comes, which none but that one knows yet."""
+    for rank, (connected, seconds) in enumerate(run_ranks(connect_together, 3, num_members, 1)):
+        assert connected == [[0, 1, 2]], rank
+        assert seconds < 5
 
 
 def call_collectives() -> dict[str, Any]:
