@@ -29,7 +29,6 @@ from torch.utils.data._utils import worker
 
 from accel_trainer import logging
 from accel_trainer.errors import AccelTrainerError
-from accel_trainer.runtime.availability import is_torch_version
 from accel_trainer.runtime.torch_names import (
     AGENT,
     FSDP_UNIT,
@@ -317,12 +316,9 @@ def regroup_replicas(replicas: nn.parallel.DistributedDataParallel) -> None:
 
 def why_not_regrouped(root: Any) -> str:
     """Return why the groups of FSDP2's units cannot be replaced on this release of torch; empty where they can."""
-    if not hasattr(root, "reset_iter_state"):
-        return f"torch {torch.__version__} cannot begin a forward of FSDP2 again (2.13 can)"
-    if is_torch_version(">=", "2.15"):
-        # It accumulates in the parameters' own gradients; weights came out up to 1e-2 apart (nine kills of four ranks).
-        return f"torch {torch.__version__} keeps gradients of FSDP2 otherwise than 2.13 and 2.14 (use one of them)"
-    return ""
+    if hasattr(root, "reset_iter_state"):
+        return ""
+    return f"torch {torch.__version__} cannot begin a forward of FSDP2 again (2.13 can)"
 
 
 def regroup_units(units: Sequence[Any], mesh: DeviceMesh) -> None:
@@ -343,10 +339,15 @@ def regroup_units(units: Sequence[Any], mesh: DeviceMesh) -> None:
         group._all_gather_result = None  # whose end nobody waits for
         for shard in group.fsdp_params:
             shard._shard_mesh = shard._init_shard_mesh()
-            shard.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(shard):  # torch 2.15 keeps the parameter's own alone
+                shard.unsharded_accumulated_grad = None
             if hasattr(shard, "_unsharded_param"):
                 shard._unsharded_param.grad = None
+    shards = [shard.sharded_param for group in groups for shard in group.fsdp_params]
+    gradients = [shard.grad for shard in shards]
     units[0].reset_iter_state()
+    for shard, gradient in zip(shards, gradients, strict=True):
+        shard.grad = gradient  # torch 2.15 drops it, and a rank that has voted has its step to make
 
 
 def guard_forward(replicas: nn.parallel.DistributedDataParallel, on_error: Callable[[RuntimeError], None]) -> None:

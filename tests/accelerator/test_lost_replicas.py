@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_trainer.accelerator import lost_ranks
-from accel_trainer.runtime import torch_private
-from accel_trainer.runtime.availability import is_torch_version
 from accel_trainer.runtime.process import find_rank
 from accel_trainer.strategies.fsdp2.unit import FSDP2Unit
 from tests.accelerator.test_lost_ranks import CONTINUE, REPLACE, Killed, Setup, build, check, train
@@ -23,7 +21,6 @@ from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.accelerator")
 
-pytestmark = pytest.mark.skipif(is_torch_version(">=", "2.15"), reason="refused on this release of torch")
 HSDP = Setup(strategy="fsdp2", num_replicas=2)
 PLACES = ["data", "forward", "backward", "reduction", "optimizer", "vote", "step", "gather", "callback"]
 
@@ -112,8 +109,6 @@ def say_why() -> list[str]:
     accelerator.load_state("nowhere", missing_ok=True)
     survivors, unit = accelerator.lost_ranks._survivors, accelerator.unit_of(model)
     said = [survivors._said["able"], survivors._said["takes"]]
-    torch_private.is_torch_version = lambda *_: True  # type: ignore[assignment]
-    said.append(unit.why_irreplaceable())
     unit._root = nn.Linear(1, 1)  # as a release of torch without it
     said.append(unit.why_irreplaceable())
     unit._scale = object()
@@ -123,9 +118,8 @@ def say_why() -> list[str]:
 
 
 def test_refuses_by_name() -> None:
-    able, takes, of_new_torch, of_torch, of_fp16, of_optimizers = run_ranks(say_why, 4, env=REPLACE)[0]
+    able, takes, of_torch, of_fp16, of_optimizers = run_ranks(say_why, 4, env=REPLACE)[0]
     assert (able, takes) == ("yes", "replicas of shards take in none")
-    assert of_new_torch.endswith("keeps gradients of FSDP2 otherwise than 2.13 and 2.14 (use one of them)")
     assert of_torch.endswith("cannot begin a forward of FSDP2 again (2.13 can)")
     assert of_fp16 == "the ranks of a replica exchange overflows of fp16 in each step"
     assert of_optimizers == "its model has several optimizers, and a rank may be lost between their steps"

@@ -18,7 +18,6 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
-from accel_trainer.runtime.availability import is_torch_version
 from accel_trainer.runtime.process import find_rank
 from accel_trainer.strategies.ddp import DDPUnit
 from tests.accelerator.test_lost_ranks import CONTINUE, REPLACE, wait_for_others, wait_for_return
@@ -30,7 +29,6 @@ preload("accel_trainer.trainer", "accel_trainer.accelerator", "transformers")
 
 
 DDP: dict[str, Any] = {}
-KEEPS_GROUPS = pytest.mark.skipif(is_torch_version(">=", "2.15"), reason="refused on this release of torch")
 HSDP: dict[str, Any] = {
     "fsdp": "full_shard",
     "fsdp_config": {"transformer_layer_cls_to_wrap": ["Linear"]},
@@ -162,7 +160,6 @@ def test_updates_and_evaluations_are_those_of_the_run_without_a_loss(place: str,
     check(tmp_path, 2, results, 1)
 
 
-@KEEPS_GROUPS
 @pytest.mark.parametrize("place", [beyond(name) if name in ("forward", "gather") else name for name in PLACES])
 def test_replicas_of_shards_go_on_without_the_one_that_has_lost_a_rank(place: str, tmp_path: Path) -> None:
     """The run without a loss is one of DDP."""
@@ -178,7 +175,7 @@ def test_rank_0_is_lost_at_the_end_of_an_update(num_steps: int, tmp_path: Path) 
     check(tmp_path, 0, results, num_steps)
 
 
-@pytest.mark.parametrize("options", [DDP, pytest.param(HSDP, marks=KEEPS_GROUPS)], ids=["ranks", "replicas of shards"])
+@pytest.mark.parametrize("options", [DDP, HSDP], ids=["ranks", "replicas of shards"])
 def test_a_checkpoint_of_those_left_goes_on_with_all(options: dict[str, Any], tmp_path: Path) -> None:
     """Also in an epoch whose updates have more micro-batches by then."""
     run_ranks(train, 4, tmp_path, 1, 2, options=options, env=CONTINUE, outlives=True, timeout=80)
