@@ -58,6 +58,10 @@ class Script:
         """Dotted names of other packages, by the script's own."""
         self.classes: dict[str, str] = {}
         """Names of our classes by the expression that is an instance, or a subclass, of one."""
+        self._is_made: dict[str, bool] = {}
+        """Whether calls' results are all that a variable is given."""
+        self._prepared: set[str] = set()
+        """Variables that a `prepare` gets, or that hold what it gets; `*` where it gets a list's items."""
         for node in ast.walk(self.tree):
             self._take_import(node)
         for node in ast.walk(self.tree):
@@ -87,12 +91,17 @@ class Script:
             self._note(ast.unparse(node.target), self._class_named(node.annotation))
         elif isinstance(node, ast.Assign):
             self._take_assignment(node)
+        elif isinstance(node, ast.Call) and _is_prepare(node.func):
+            for each in [*node.args, *node.keywords]:
+                self._prepared |= {"*"} if isinstance(each, ast.Starred) else _variables(each)
 
     def _take_assignment(self, node: ast.Assign) -> None:
         function = node.value.func if isinstance(node.value, ast.Call) else None
         for target in node.targets:
+            name = ast.unparse(target)
+            self._is_made[name] = self._is_made.get(name, True) and function is not None
             if not isinstance(target, ast.Tuple):
-                self._note(ast.unparse(target), "" if function is None else self._class_named(function))
+                self._note(name, "" if function is None else self._class_named(function))
             elif isinstance(function, ast.Attribute) and function.attr == "prepare":
                 for each in target.elts:  # a DummyScheduler comes back as another thing
                     self._note(ast.unparse(each), "")
@@ -270,20 +279,8 @@ class Script:
         """Yield the models of an `accumulate` that this file makes, and gives to no `prepare`."""
         names = {each.id for each in node.args if isinstance(each, ast.Name)} if key == "Accelerator.accumulate" else ()
         for name in sorted(names):
-            if self._is_made(name) and not self._may_be_prepared(name):
+            if self._is_made.get(name) and not self._prepared & {name, "*"}:
                 yield f"{key}({name}): no prepare() of this file gets {name}, and prepared models are what it takes"
-
-    def _is_made(self, name: str) -> bool:
-        """Whether a variable is given a call's result, and nothing else."""
-        assignments = [node for node in ast.walk(self.tree) if isinstance(node, ast.Assign)]
-        values = [node.value for node in assignments if name in map(ast.unparse, node.targets)]
-        return bool(values) and all(isinstance(value, ast.Call) for value in values)
-
-    def _may_be_prepared(self, name: str) -> bool:
-        """Whether a `prepare` gets a variable, or a list that may hold it."""
-        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
-        given = [each for call in calls if _is_prepare(call.func) for each in [*call.args, *call.keywords]]
-        return any(isinstance(each, ast.Starred) or name in _variables(each) for each in given)
 
     def _judge_attribute(self, node: ast.Attribute) -> None:
         origin = self.origin(node)
