@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 _TRAINABLE = ("float32", "float16", "bfloat16")
+_OF_A_JOB = "a rank of a job"
 
 
 def run_estimate(words: Sequence[str]) -> int:
@@ -80,7 +81,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", nargs="+", default=dtypes, choices=tuple(_BITS), help=text)
     text = "run the code that is beside the configuration; of authors whom you trust"
     add_option(parser, "trust_remote_code", action="store_true", help=text)
-    plan = parser.add_argument_group("a rank of a job")
+    plan = parser.add_argument_group(_OF_A_JOB)
     plan.add_argument("--config_file", "--config-file", "--config", metavar="FILE", help="as for launch")
     add_option(plan, "num_processes", type=int, metavar="N", help="processes of the job")
     plan.add_argument("--batch", type=int, default=1, metavar="N", help="rows that a rank reads at once [1]")
@@ -114,6 +115,7 @@ def estimate_command(args: argparse.Namespace) -> None:
 
     if args.num_processes is not None or args.config_file is not None:
         return _print_plans(args)
+    _refuse_options_of_a_job(args)
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
     rows = [
         [dtype, *map(size_in_words, sizes), "N/A" if training["step"] < 0 else size_in_words(training["step"])]
@@ -121,6 +123,17 @@ def estimate_command(args: argparse.Namespace) -> None:
     ]
     title = f"Memory usage of {type(model).__name__}, loaded from `{args.model_name}`"
     print(create_ascii_table(["dtype", "Largest Layer", "Total Size", "Training using Adam"], rows, title))
+
+
+def _refuse_options_of_a_job(args: argparse.Namespace) -> None:
+    group = next(group for group in estimate_command_parser()._action_groups if group.title == _OF_A_JOB)
+    of_a_job = {each.option_strings[0]: (getattr(args, each.dest, each.default), each) for each in group._group_actions}
+    given = [name for name, (value, each) in of_a_job.items() if value != each.default]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: of {_OF_A_JOB}, and no job is given, without which the model's sizes by dtype are "
+            "printed; add --num_processes N (1 for one process), or --config FILE"
+        )
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:

@@ -281,6 +281,15 @@ def test_a_job_that_cannot_be_planned_is_refused(llama: str, words: list[str], m
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("words", ["--batch 4 --lora 16", "--fit 80GiB", "--json", "--load-in-4bit --optimizer SGD"])
+def test_options_of_a_rank_need_a_job(llama: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [word.replace("-in-", "_in_") for word in words.split() if word.startswith("--")]
+    assert main(["estimate", llama, *words.split()]) == 2
+    printed = capsys.readouterr()
+    assert re.search(f"{', '.join(given)}: of a rank of a job, and no job is given", printed.err)
+    assert not printed.out
+
+
 def test_options_of_launch_belong_to_a_job(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["estimate", llama, "--mixed_precision", "bf16"])
