@@ -137,6 +137,7 @@ PRIVATE_NAMES = {
     "torch.testing._internal.distributed.fake_pg.FakeStore": _PLANS,
     "torch.utils._python_dispatch.TorchDispatchMode": _PLANS,
     "torch.utils._pytree.tree_leaves": _REFUSED,
+    "torch.utils.checkpoint._CachedTorchDispatchMode": f"{_REFUSED}: activation_checkpointing selective or ops",
     "torch.utils.checkpoint._CachingTorchDispatchMode": (
         f"{_REFUSED}: activation_offload with activation_checkpointing selective or ops"
     ),

@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import cache, reduce
 from operator import attrgetter
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -142,6 +142,25 @@ def kept_results(context: Any) -> list[Any]:
     """Return the results that selective checkpointing's forward keeps: each has a tensor `val`, and `get_val`."""
     storage = _need(context, "torch.utils.checkpoint._CachingTorchDispatchMode.storage")
     return [leaf for leaf in tree_leaves(storage) if isinstance(getattr(leaf, "val", None), Tensor)]
+
+
+def count_kept_alone(context: Any, keeps: Callable[[Any], bool]) -> None:
+    """Have selective checkpointing's repetition go by the number of operations that are kept, and of no other.
+
+    Others may be more than in the forward: engines release a layer's parameters in hooks, where they have kept them in
+    the forward for their next use, and autocast casts weights that an earlier layer has cast in the forward.
+    """
+    always = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)  # from torch 2.13 on, which counts all
+    if always is None:
+        return
+    noted = _need(context, "torch.utils.checkpoint._CachedTorchDispatchMode.storage").get
+    uncounted = SimpleNamespace(get=lambda index: always)
+
+    def find(key: Any) -> Any:
+        operation = key[0] if isinstance(key, tuple) else key  # a compiled region's has its number beside it
+        return noted(key) if keeps(operation) else uncounted
+
+    context.storage = SimpleNamespace(get=find)
 
 
 scaler_states: Callable[[torch.amp.GradScaler], dict[int, dict[str, Any]]] = attrgetter("_per_optimizer_states")

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from accel_trainer import logging
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.runtime.model_wrappers import ReplacedForward
-from accel_trainer.runtime.torch_private import kept_results, operation_argument
+from accel_trainer.runtime.torch_private import count_kept_alone, kept_results, operation_argument
 from accel_trainer.techniques.activation_offload import ActivationOffload
 
 logger = logging.get_logger(__name__)
@@ -117,8 +117,13 @@ def _contexts_of(policy: str) -> Callable[[], Any] | None:
         return None
     # As operations name themselves: the default of several overloads has no name of its own.
     listed = frozenset(name.removesuffix(".default").replace(".", "::", 1) for name in _named_operations(policy))
-    decide = partial(_decide, listed or _COSTLY, not listed)
-    return partial(create_selective_checkpoint_contexts, decide)
+    return partial(_create_contexts, listed or _COSTLY, not listed)
+
+
+def _create_contexts(names: frozenset[str], weighs: bool) -> Any:
+    forward, again = create_selective_checkpoint_contexts(partial(_decide, names, weighs))
+    count_kept_alone(again, partial(_is_listed, names))
+    return forward, again
 
 
 class LayerForward(ReplacedForward):
@@ -154,15 +159,7 @@ class LayerForward(ReplacedForward):
             options["context_fn"] = (
                 self.contexts if self.offload is None else partial(_offloading, self.contexts, self.offload)
             )
-        return checkpoint(self._run, *args, use_reentrant=False, **options, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's own forward, in the forward and in the backward, with the same operations."""
-        if self.contexts is not None and not torch.compiler.is_compiling():
-            # What an earlier layer has cast of a weight that both have is cast again in the backward, which begins
-            # without it, and torch goes by the number of each operation.
-            torch.clear_autocast_cache()
-        return self.own(*args, **kwargs)
+        return checkpoint(self.own, *args, use_reentrant=False, **options, **kwargs)
 
 
 def _offloading(

@@ -23,7 +23,7 @@ from accel_trainer.runtime.progress import PROGRESS
 from tests.loops import take_update
 from tests.ranks import preload
 from tests.scenarios import Scenarios
-from tests.zero import accelerator, adamw, alone, batch, build, layout, own_rows, unit_of, whole
+from tests.zero import accelerator, adamw, alone, batch, block, build, layout, own_rows, unit_of, whole
 
 preload("accel_trainer.accelerator", "deepspeed")
 
@@ -493,3 +493,33 @@ def test_ranks_that_choose_other_experts_train_as_one_process_does():
     torch.testing.assert_close(trained, experts_alone(), atol=1e-6, rtol=1e-5)
     assert "has no module of class Expert or Other, which zero_optimization.leaf_module.classes" in refused
     assert "ranks that run different experts would wait for each other" in refused
+
+
+@SCENARIOS.add
+def kept_activations() -> Any:
+    """Train layers that the engine shares, of more elements than the few that it leaves whole, for three updates."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from accel_trainer import Accelerator
+
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    tokens_BL = torch.randint(0, 512, (2, 16), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for policy in ("off", "selective"):
+        ways = {"activation_checkpointing": policy, "loss": "chunked"}
+        made = Accelerator(cpu=True, config={"strategy": "deepspeed", "deepspeed": block(3), **ways})
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=512, **sizes))
+        model, optimizer = made.prepare(model, adamw(model))
+        found[policy] = [
+            take_update(model(input_ids=tokens_BL, labels=tokens_BL).loss, optimizer, made).item() for _ in range(3)
+        ]
+        made.free_memory()
+    return found
+
+
+def test_selective_checkpointing_goes_by_no_operation_of_the_engine():
+    """From the second update on it releases layers in the backward that it keeps in the forward, for their next use."""
+    for found in results("kept_activations"):
+        assert found["selective"] == found["off"]
+        assert found["off"][2] < found["off"][0]
