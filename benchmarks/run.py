@@ -83,6 +83,10 @@ def _peaks(ranks: int, rounds: int) -> list[Row]:
     return _processes(ranks, "planned_peaks.py", rounds, ECOSYSTEM if ECOSYSTEM.is_dir() else None)
 
 
+def _losses(sizes: tuple[str, ...], rounds: int) -> list[Row]:
+    return _rows_of([sys.executable, str(HERE / "rank_loss_step.py"), str(rounds), *sizes], dict(os.environ))
+
+
 def _with_store(rounds: int) -> list[Row]:
     if STORES.is_dir():
         return _two_processes("stores.py", rounds, STORES)
@@ -119,7 +123,8 @@ BENCHMARKS = {
     "gather": lambda rounds: _two_processes("gathering.py", rounds),
     "offloading": lambda rounds: _with_peer("offloading.py", rounds),
     "ranks": lambda rounds: _rows_of([sys.executable, str(HERE / "layout_ranks.py"), str(rounds)], dict(os.environ)),
-    "losses": lambda rounds: _rows_of([sys.executable, str(HERE / "rank_loss_step.py"), str(rounds)], dict(os.environ)),
+    "losses": partial(_losses, ("2.5 ms", "30 ms")),
+    "votes": partial(_losses, ("HSDP of 30 ms",)),
     "startup": lambda rounds: startup.measure(rounds, PEER if PEER.is_dir() else None),
 }
 
