@@ -348,6 +348,7 @@ class Survivors:
                 self.members = left
                 self._store.set(f"taken/{len(lost)}", "")
                 return [json.loads(text) for text in self._store.multi_get(keys)]
+            time.sleep(_POLL_SECONDS / 20)  # this rank may hear later of the loss that another has seen
 
     def _missing(self, left: Sequence[int], keys: Sequence[str]) -> str:
         absent = [str(rank) for rank, key in zip(left, keys, strict=True) if not self._store.check([key])]
