@@ -4,8 +4,11 @@ import copy
 import gc
 import logging
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -569,6 +572,50 @@ def read_beside_garbage() -> list[list[Any]]:
 def test_workers_do_not_collect_the_garbage_of_their_rank() -> None:
     # A store in a cycle waits for its thread as it is destroyed, which a fork does not have: torch aborts.
     assert run_ranks(read_beside_garbage, 1) == [[[[0, 1], [2, 3]]] * 2]
+
+
+DATASET = """
+import os
+from pathlib import Path
+
+IMPORTED_BY = os.getpid()
+
+
+class Parents:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        server = os.getppid()
+        return server == IMPORTED_BY, "libtorch_cpu" in Path(f"/proc/{server}/maps").read_text()
+"""
+SERVED = """
+import multiprocessing
+import sys
+
+from parents import Parents
+
+if __name__ == "__main__":
+    from torch.utils.data import DataLoader
+
+    from accel_trainer import Accelerator
+
+    if own := sys.argv[1:]:
+        multiprocessing.set_forkserver_preload(own)
+    loader = DataLoader(Parents(), num_workers=1, multiprocessing_context="forkserver")
+    print([each.item() for batch in Accelerator(cpu=True).prepare(loader) for each in batch])
+"""
+
+
+@pytest.mark.parametrize(("own", "is_imported"), [([], True), (["__main__", "json"], False)])
+def test_a_server_of_workers_imports_torch_and_the_dataset_unless_a_user_chose_what_it_imports(
+    own: list[str], is_imported: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "parents.py").write_text(DATASET)
+    (tmp_path / "served.py").write_text(SERVED)
+    command = [sys.executable, "-m", "served", *own]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True).stdout
+    assert printed.splitlines()[-1] == str([is_imported] * 4)
 
 
 class FirstThree(DataLoader[Any]):
