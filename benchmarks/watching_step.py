@@ -1,6 +1,7 @@
 """An update of 30 ms and more with the look-out for slow ranks, and with fingerprints, and without; processor time.
 
 On the two processes that run.py starts it on. One model and one loop; what a loop does where it logs is in each round.
+The look-out looks rarely while no rank is slow, which is its usual state and has the bound, and often where one is.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from two_ranks import print_measured
 
 from accel_trainer import Trainer, TrainingArguments
 from accel_trainer.runtime.own_watch import current_watch
-from accel_trainer.runtime.slow_ranks import PhaseSampler
+from accel_trainer.runtime.slow_ranks import OFTEN, RARELY, PhaseSampler
 from accel_trainer.trainer.fingerprints import Fingerprints
 
 NUM_UPDATES, ROWS, LENGTH = 10, 2, 128
+PACES = {"slow ranks": RARELY, "slow ranks, while one is": OFTEN}
 
 
 def build(folder: str) -> Callable[[str], None]:
@@ -46,7 +48,7 @@ def build(folder: str) -> Callable[[str], None]:
         kind, _, every = name.partition(" every ")
         if watch._sampler is not None:
             watch._sampler.close()
-        watch._sampler = PhaseSampler(watch._loop_thread) if kind == "slow ranks" else None
+        watch._sampler = PhaseSampler(watch._loop_thread, PACES[kind]) if kind in PACES else None
         fingerprints._every = int(every or NUM_UPDATES + 1)
         for trainer.state.global_step, ids in enumerate(rows):
             call: Any = (args, trainer.state, trainer.control)
@@ -57,7 +59,7 @@ def build(folder: str) -> Callable[[str], None]:
                 optimizer.step()
                 fingerprints.on_optimizer_step(*call)
                 optimizer.zero_grad()
-        watched = kind == "slow ranks"
+        watched = kind in PACES
         own = accelerator.slow_ranks.read() if watched else torch.zeros(1)
         ranks = accelerator.gather(own[None])  # of the loss, where nobody looks: a log has this exchange anyway
         if watched:
@@ -70,7 +72,7 @@ def measure(rounds: int) -> list[Row]:
     """Compare the loop with each of them and with none, in turn. Collective."""
     with tempfile.TemporaryDirectory() as folder:
         run = build(folder)
-        names = ("none", "slow ranks", f"fingerprints every {NUM_UPDATES}", "fingerprints every 1")
+        names = ("none", *PACES, f"fingerprints every {NUM_UPDATES}", "fingerprints every 1")
         seconds = interleave(
             {name: partial(run, name) for name in names}, WAITING * rounds // 2, clock=time.process_time
         )

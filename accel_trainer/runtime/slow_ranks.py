@@ -1,20 +1,22 @@
 """Which rank the others wait for, and in which phase of its work: seen by a thread beside each loop, and told at logs.
 
 An all-reduce makes the steps of all ranks equally long. What tells them apart is the work before a rank arrives at a
-collective: a thread looks at the frames of its loop some twenty times a step, adds the time since its last look to a
+collective: a thread looks at the frames of its loop up to twenty times a step, adds the time since its last look to a
 phase, or to what the rank waits, and the ranks exchange these sums where a loop logs. Nothing is added to a step, no
-clocks are compared, and every engine is seen alike. On an accelerator the host is watched, which runs ahead: what slows
-a host down is named, a device that is slow by itself is not.
+clocks are compared, and every engine is seen alike. It looks often at first and while a rank is slow, else rarely. On
+an accelerator the host is watched, which runs ahead: what slows a host down is named, a device that is slow by itself
+is not.
 
 P phases, without what one rank does for all, which has a column behind them; R ranks
 """
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -31,29 +33,37 @@ logger = logging.get_logger(__name__)
 
 _KINDS = (*PHASES, FOR_ALL)
 _LOOKS_PER_STEP = 20
-# A look takes 25 us, and 160 us of the processor on a busy machine, whose caches are cold: at most 0.6 % of the time.
-_MIN_SECONDS, _MAX_SECONDS = 0.025, 0.25
+# A look takes 30 us and its thread's waking 20; beside steps that fill the caches, 160 to 250 us together.
+OFTEN, RARELY, _MAX_SECONDS = 0.025, 0.1, 0.25
 _SHARE = 0.1
 """Of the time, from which on a rank is slow: noise between processes of one machine is several per cent."""
-_WINDOW_SECONDS = 2.0
-"""At least, between two logs that are compared: of fewer looks, chance is a large part."""
+_LOOKS_PER_WINDOW = 80
+"""At least, between two logs that are compared, 2 s of looking often: of fewer looks, chance is a large part."""
 _NUM_WINDOWS = 3
 """Between two logs each, in which a rank was slow before a warning: a single one may be a hiccup of its machine."""
+
+
+def uneven_waits() -> Iterator[float]:
+    """Yield waits between looks, in periods, 1 on average: in a rhythm like the steps' all would see one phase."""
+    own = random.Random(0)  # of nobody's stream
+    while True:
+        yield own.uniform(0.5, 1.5)
 
 
 class PhaseSampler:
     """The seconds of a thread by phase, without those in which it waits for other ranks. Of this rank alone."""
 
-    def __init__(self, thread_id: int) -> None:
-        """Begin to look at a thread."""
+    def __init__(self, thread_id: int, min_seconds: float = OFTEN) -> None:
+        """Begin to look at a thread, every `min_seconds`, which may be set anew, or less often where steps are long."""
         self._thread_id = thread_id
+        self.min_seconds = min_seconds
         self._seconds = [0.0] * (len(_KINDS) + 1)
         """By phase, for all ranks, and in all."""
         self._backward: list[tuple[float, int]] = []
         """Looks at the present backward within torch's engine: seconds, and collectives begun until then."""
         self._begun = 0
         """Collectives at the last look before it."""
-        self._period = _MIN_SECONDS
+        self._period = min_seconds
         self._looked_at = self._updated_at = time.perf_counter()
         self._updates = PROGRESS.updates
         self._is_over = threading.Event()
@@ -71,7 +81,8 @@ class PhaseSampler:
         return seconds
 
     def _run(self) -> None:
-        while not self._is_over.wait(self._period):
+        waits = uneven_waits()
+        while not self._is_over.wait(self._period * next(waits)):
             self._look(time.perf_counter())
 
     def _look(self, now: float) -> None:
@@ -105,7 +116,7 @@ class PhaseSampler:
 
     def _time_updates(self, now: float) -> None:
         number = max(PROGRESS.updates - self._updates, 1)
-        self._period = min(max((now - self._updated_at) / number / _LOOKS_PER_STEP, _MIN_SECONDS), _MAX_SECONDS)
+        self._period = min(max((now - self._updated_at) / number / _LOOKS_PER_STEP, self.min_seconds), _MAX_SECONDS)
         self._updates, self._updated_at = PROGRESS.updates, now
 
 
@@ -160,6 +171,7 @@ class SlowRanks:
         self._seconds = 0.0
         self._updates = 0
         self._is_begun = False
+        self._min_seconds = OFTEN
 
     def read(self) -> Tensor:
         """Return this rank's seconds since the last call, (P + 2,), fp32, of which `judge` takes all ranks'."""
@@ -184,6 +196,7 @@ class SlowRanks:
         is_slow = found.seconds >= _SHARE * seconds
         if is_slow:
             self._slow[found.rank][found.phase] += 1
+        self._look_every(OFTEN if is_slow else RARELY)
         for phase, column in zip(PHASES, zip(*work, strict=True), strict=True):
             if is_slow and phase == found.phase:
                 self._extend(found, begun_at, updates)
@@ -200,11 +213,17 @@ class SlowRanks:
             plain.append({"seconds": {**seconds, "waits": waits}, "slow_windows": dict(self._slow[rank])})
         return plain
 
+    def _look_every(self, min_seconds: float) -> None:
+        """Look so often from now on; all ranks do, as they have judged the same figures."""
+        self._min_seconds = min_seconds
+        if (sampler := self._find_sampler()) is not None:
+            sampler.min_seconds = min_seconds
+
     def _window_with(self, ranks: Tensor) -> list[list[float]]:
         """Return the seconds of all ranks in the window that ends here; empty where none does."""
         updates = PROGRESS.updates - self._updates
         self._window = ranks if self._window.shape != ranks.shape else self._window + ranks
-        is_short = float(self._window[:, -1].max()) < _WINDOW_SECONDS
+        is_short = float(self._window[:, -1].max()) < _LOOKS_PER_WINDOW * self._min_seconds
         if is_short and self._is_begun and updates > 0:
             return []
         rows, self._window, self._updates = self._window.tolist(), torch.zeros(0), PROGRESS.updates

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from itertools import accumulate, islice
 from typing import Any
 
 import pytest
 import torch
 
 from accel_trainer.runtime.progress import PROGRESS
-from accel_trainer.runtime.slow_ranks import SlowRanks, find_slow_rank
+from accel_trainer.runtime.slow_ranks import OFTEN, RARELY, PhaseSampler, SlowRanks, find_slow_rank, uneven_waits
 from accel_trainer.runtime.whereabouts import FOR_ALL, PHASES
 from tests.cells import beyond
 from tests.ranks import map_jobs, run_ranks
@@ -101,6 +103,36 @@ def test_windows_of_less_than_two_seconds_are_added_up(watch):
     small = [[value / 10 for value in row] for row in (_FAST, _SLOW)]
     assert _judge(watch, *small) == {}
     assert _judge(watch, *small) == {"perf/slow_rank": 1, "perf/slow_phase": "save"}
+
+
+def test_while_no_rank_is_slow_looks_are_rare_and_windows_as_much_longer():
+    sampler = PhaseSampler(threading.get_ident())
+    watch = SlowRanks(lambda: sampler, 20)
+    try:
+        for row, judged, seconds, pace in [
+            (_SLOW, False, 10, OFTEN),  # the start, of which nothing is said
+            (_SLOW, True, 2, OFTEN),
+            (_FAST, True, 2, RARELY),
+            (_SLOW, False, 4, RARELY),
+            (_SLOW, True, 4, OFTEN),
+            (_SLOW, True, 2, OFTEN),
+        ]:
+            rows = [[value * seconds / 10 for value in each] for each in (_FAST, row)]
+            found = _judge(watch, *rows)
+            assert (found.get("perf/slow_rank"), sampler.min_seconds) == (1 if judged and row is _SLOW else None, pace)
+    finally:
+        sampler.close()
+
+
+@pytest.mark.parametrize("step", [0.25, 1 / 3, 0.5, 1, 2, 3.25])
+def test_looks_have_no_rhythm_in_which_each_step_would_be_seen_in_one_phase(step: float):
+    """At steps of so many periods each tenth of a step has its share of the time between looks."""
+    waits = [*islice(uneven_waits(), 2000)]
+    assert sum(waits) == pytest.approx(2000, rel=0.02)
+    shares = [0.0] * 10
+    for now, wait in zip(accumulate(waits), waits, strict=True):
+        shares[int(now / step % 1 * 10)] += wait / sum(waits)
+    assert shares == pytest.approx([0.1] * 10, abs=0.03)
 
 
 def test_a_run_that_goes_back_to_a_checkpoint_begins_a_new_window(watch):
