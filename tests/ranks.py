@@ -54,6 +54,8 @@ _IMPORTED_LATE = {
         "torch._inductor.compile_fx",
         "torch.utils.cpp_extension",
     ),
+    # What a first model imports, of which losses for object detection, with scipy, are a second.
+    "transformers.models.auto.modeling_auto": ("transformers.models.llama.modeling_llama",),
 }
 RETURNS = "ACCEL_TRAINER_RETURNS_AS"
 """Of a process in the place of another: where it ends by itself, the launcher is to tell the others."""
