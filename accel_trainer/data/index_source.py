@@ -407,7 +407,7 @@ def _import_for_workers(loader: DataLoader[Any]) -> None:
         from multiprocessing.forkserver import _forkserver  # nothing else tells
 
         server: Any = _forkserver
-        if server._preload_modules == ["__main__"] and server._forkserver_pid is None:
+        if getattr(server, "_preload_modules", None) == ["__main__"] and server._forkserver_pid is None:
             unpickled = [str(getattr(part, "__module__", None)) for part in (loader.dataset, loader.collate_fn)]
             modules = {"datasets", "transformers.trainer"} & sys.modules.keys()
             server.set_forkserver_preload(["__main__", __name__, *unpickled, *modules])
