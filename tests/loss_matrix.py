@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.runtime.process import find_rank
@@ -32,6 +32,8 @@ from tests.trainer.test_lost_ranks import train as train_by_trainer
 
 preload("accel_trainer.trainer", "accel_trainer.accelerator", "transformers")
 
+MAX_STEP_SECONDS, MAX_START_SECONDS = 0.1, 2.0
+"""Of what is killed at random: about an update of a busy machine, and the start of a process that returns."""
 SHORT, LONG = Setup(), Setup(num_epochs=40)
 NATIVE_PLACES = ("data", "backward", "optimizer", "gather", "callback")
 FRONTS = {
@@ -42,13 +44,27 @@ FRONTS = {
 }
 
 
-def timed(folder: Path, front: str, killed: tuple[Killed, ...], late_seconds: float = 0.0, setup: Setup = SHORT) -> Any:
-    """Run a rank; note when it is killed and when it applies updates, and kill it after `late_seconds`, if any."""
+class Kill(NamedTuple):
+    """When a rank is killed: so many seconds after an update of the job that it has applied; of 0, after its start."""
+
+    update: int
+    seconds: float
+
+
+def timed(folder: Path, front: str, killed: tuple[Killed, ...], late: Kill | None = None, setup: Setup = SHORT) -> Any:
+    """Run a rank; note when it is killed and when it applies updates."""
     note_update, meet, kill = LostRanks.note_update, LostRanks._meet, os.kill
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what the Trainer logs
 
+    def kill_late(num_updates: int) -> None:
+        nonlocal late
+        if late is not None and num_updates >= late.update:
+            threading.Timer(late.seconds, kill_noted, (os.getpid(), signal.SIGKILL)).start()
+            late = None
+
     def note(self: LostRanks) -> None:
         note_update(self)
+        kill_late(self.num_updates)
         with open(folder / f"{find_rank()}.updates", "a") as file:
             file.write(f"{time.monotonic()}\n")
 
@@ -64,30 +80,36 @@ def timed(folder: Path, front: str, killed: tuple[Killed, ...], late_seconds: fl
                 file.write(f"{time.monotonic() - begin}\n")
 
     LostRanks.note_update, LostRanks._meet, os.kill = note, meet_noted, kill_noted  # type: ignore[method-assign,assignment]
-    if late_seconds:
-        threading.Timer(late_seconds, kill_noted, (os.getpid(), signal.SIGKILL)).start()
+    kill_late(0)
     shards = front.endswith("HSDP")
     if front.startswith("native"):
+        notes = folder if setup is LONG else None
         setup = setup._replace(strategy="fsdp2", num_replicas=2) if shards else setup
-        return train_natively(killed, setup, folder if late_seconds or setup is LONG else None)[0]
+        return train_natively(killed, setup, notes)[0]
     return train_by_trainer(folder / "run", killed[0].rank if killed else -1, options=HSDP if shards else DDP)[0]
 
 
-def timed_if(folder: Path, late_seconds: list[list[float]]) -> Any:
-    """Run a rank that is killed after some seconds, and so is each process in its place, as long as there are times."""
+def timed_if(folder: Path, kills: list[list[Kill]], front: str) -> Any:
+    """Run a rank that is killed late, and so is each process in its place, as long as there are `kills` of the rank."""
     rank = find_rank()
     with open(folder / f"{rank}.starts", "a") as file:
         file.write("x")
     number = (folder / f"{rank}.starts").stat().st_size - 1
-    late = late_seconds[rank][number] if number < len(late_seconds[rank]) else 0.0
-    return timed(folder, "native", (), late, LONG)
+    return timed(folder, front, (), kills[rank][number] if number < len(kills[rank]) else None, LONG)
 
 
-def standstill_seconds(folder: Path, rank: int) -> float:
-    """Return how long after the kill the first update of a rank that is left was applied."""
+def standstill_seconds(folder: Path) -> float:
+    """Return how long after the kill the first update was applied by rank 0, which may be another process by then."""
     begin = float((folder / "killed").read_text())
-    updates = map(float, (folder / f"{rank}.updates").read_text().split())
+    updates = map(float, (folder / "0.updates").read_text().split())
     return min((each for each in updates if each > begin), default=float("nan")) - begin
+
+
+def describe_kills(kills: list[list[Kill]]) -> str:
+    return "; ".join(
+        f"of {rank} " + ", ".join(f"{kill.seconds:.3f} s after {kill.update}" for kill in of_rank)
+        for rank, of_rank in enumerate(kills) if of_rank
+    )  # fmt: skip
 
 
 def describe_joins(folder: Path) -> str:
@@ -108,14 +130,14 @@ def describe(folder: Path, expected: Any, run: Any) -> tuple[str, str]:
         for rank, text in failed.failures.items():
             print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
         lines = said.strip().splitlines()
-        reason = next((line for line in reversed(lines) if "RankLostError" in line), lines[-1])
+        reason = next((line for line in reversed(lines) if "cannot go on" in line), lines[-1])
         return kind, f"{kind}: {reason[:250]}"
     left = [rank for rank, result in enumerate(results) if result is not None]
     far = max((results[r][name] - value).abs().max().item() for r in left for name, value in expected.items())
     kind = "went on" if far < 1e-6 else "WRONG WEIGHTS"
     if not (folder / "killed").exists():
         return "was over before", "was over before"
-    seconds, joins = standstill_seconds(folder, left[0]), describe_joins(folder)
+    seconds, joins = standstill_seconds(folder), describe_joins(folder)
     return kind, f"{kind}: standstill {seconds:.2f} s, weights within {far:.0e}{joins}"
 
 
@@ -156,36 +178,38 @@ def run_table(base: Path) -> Counter[str]:
     return kinds
 
 
-def run_random(base: Path, num_runs: int, seed: int, *, returns: bool) -> Counter[str]:
+def run_random(base: Path, num_runs: int, seed: int, front: str, *, returns: bool) -> Counter[str]:
     """Kill a rank of native loops at random times; with `returns` up to three, and processes started in their place."""
     draws, kinds = random.Random(seed), Counter[str]()
     folder = base / "undisturbed"
     folder.mkdir()
-    timed_run = partial(run_ranks, timed_if, 4, folder, timeout=90)
+    timed_run = partial(run_ranks, timed_if, 4, folder, front=front, timeout=90)
     timed_run([[]] * 4)  # starts the workers, which takes longer than a run
     shutil.rmtree(folder)
     folder.mkdir()
-    begin = time.monotonic()
-    expected = timed_run([[]] * 4)[0]
-    seconds, samples = time.monotonic() - begin, samples_of_updates(folder)
+    expected, samples = timed_run([[]] * 4)[0], samples_of_updates(folder)
     for number in range(num_runs):
         folder = base / str(number)
         folder.mkdir()
-        late: list[list[float]] = [[], [], [], []]
+        late: list[list[Kill]] = [[], [], [], []]
         for _ in range(draws.randint(1, 3) if returns else 1):
-            late[draws.randrange(4)].append(draws.uniform(0.3, 0.9) * seconds)
+            kills = late[draws.randrange(4)]
+            if kills and draws.random() < 0.5:  # before it has joined, or while it does
+                kills.append(Kill(0, draws.uniform(0, MAX_START_SECONDS)))
+            else:
+                kills.append(Kill(draws.randint(1, int(0.9 * len(samples))), draws.uniform(0, MAX_STEP_SECONDS)))
         kind, text = describe(
             folder,
             expected,
             lambda: run_ranks(
-                timed_if, 4, folder, late, env=REPLACE if returns else CONTINUE, outlives=True,  # noqa: B023
+                timed_if, 4, folder, late, front, env=REPLACE if returns else CONTINUE, outlives=True,  # noqa: B023
                 replaces=9 * returns, timeout=60,
             ),
         )  # fmt: skip
         if kind == "went on" and samples_of_updates(folder) != samples:
             kind, text = "WRONG SAMPLES", f"{text}, {describe_samples(folder, samples)}"
         kinds[kind] += 1
-        print(f"run {number}: kills after {late}: {text}", flush=True)
+        print(f"run {number}: kills {describe_kills(late)}: {text}", flush=True)
     return kinds
 
 
@@ -194,11 +218,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--random", type=int, default=0, help="kills at random times, in the place of the table")
     parser.add_argument("--returns", action="store_true", help="with --random: start another in the place of each")
+    parser.add_argument("--hsdp", action="store_true", help="with --random: replicas of shards")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as base:
         if options.random:
-            kinds = run_random(Path(base), options.random, options.seed, returns=options.returns)
+            front = "native HSDP" if options.hsdp else "native"
+            kinds = run_random(Path(base), options.random, options.seed, front, returns=options.returns)
         else:
             kinds = run_table(Path(base))
     print(", ".join(f"{kind}: {number}" for kind, number in kinds.most_common()))

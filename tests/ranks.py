@@ -269,7 +269,10 @@ class _Outlived:
         """Let the others go on without a rank, and start another in its place if there are any left; else False."""
         if not self.notice.forget(dead.index):
             others = self._going_on(ranks)
-            if (dead.process.exitcode or 0) >= 0 or not others or self.notice.why_not(others):
+            if (dead.process.exitcode or 0) >= 0:
+                return False
+            if reason := self.notice.why_not(others) if others else "no replica is left":
+                dead.failure = f"{dead.failure}\nrank {others} cannot go on: {reason}"
                 return False
             self.notice.tell(dead.index)
         dead.failure = None
