@@ -202,8 +202,11 @@ class Search:
         """Return the most rows of a micro-batch that fit, with their plan, and why the next number does not."""
         refused = ""
         sizes = [size for size in range(share, 1, -1) if share % size == 0]
-        plans = {sizes[-1]: self._plan(flags, sizes[-1])} if sizes else {}
-        per_row = (plans[sizes[-1]].peak - single.peak) / (sizes[-1] - 1) if sizes else 0.0
+        plans, per_row = dict[int, LayoutPlan](), float(single.peak)
+        # No row takes more than the first with all that is there anyway. Where that may be too much, two rows tell.
+        if sizes and MARGIN * single.peak * share > self._limit:
+            plans[sizes[-1]] = self._plan(flags, sizes[-1])
+            per_row = (plans[sizes[-1]].peak - single.peak) / (sizes[-1] - 1)
         for size in sizes:
             peak = single.peak + per_row * (size - 1)
             # Memory is about linear in rows: what is foreseen to fit is planned, down to the first that does.

@@ -56,9 +56,11 @@ def peak_of(llama: str, file: Path, capsys: pytest.CaptureFixture[str]) -> int:
 def test_less_memory_takes_more_time_and_the_same_update(
     llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, choices = tmp_path / "train.yaml", []
+    file, choices, before = tmp_path / "train.yaml", [], set(_plans)
     for size in ("100MiB", "4MiB", "2.5MiB"):
         fit(llama, size, "--write", str(file))
+        if size == "100MiB":  # of which one row shows that all fit
+            assert {rows for rows, *_ in set(_plans) - before} <= {1, GLOBAL_BATCH // 2}
         line = capsys.readouterr().out
         assert re.fullmatch(rf"{file}: .* MiB at the peak, [\d.e-]+ ms an update\n", line)
         config = resolve(file=str(file), environ={}).config
