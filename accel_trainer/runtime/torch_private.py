@@ -354,6 +354,15 @@ def regroup_units(units: Sequence[Any], mesh: DeviceMesh) -> None:
         vars(old).update(vars(mesh))
     for info in infos.values():
         info.__post_init__()  # which takes the groups of its mesh
+    kept = _drop_unsharded(groups)
+    units[0].reset_iter_state()
+    for parameter, gradient in kept:
+        parameter.grad = gradient  # torch 2.15 drops it, and a rank that has voted has its step to make
+
+
+def _drop_unsharded(groups: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Have shards use the meshes that their groups have now, without what is unsharded; return them and gradients."""
+    kept = []
     for group in groups:
         group._all_gather_result = None  # whose end nobody waits for
         for shard in group.fsdp_params:
@@ -362,11 +371,8 @@ def regroup_units(units: Sequence[Any], mesh: DeviceMesh) -> None:
                 shard.unsharded_accumulated_grad = None
             if hasattr(shard, "_unsharded_param"):
                 shard._unsharded_param.grad = None
-    shards = [shard.sharded_param for group in groups for shard in group.fsdp_params]
-    gradients = [shard.grad for shard in shards]
-    units[0].reset_iter_state()
-    for shard, gradient in zip(shards, gradients, strict=True):
-        shard.grad = gradient  # torch 2.15 drops it, and a rank that has voted has its step to make
+            kept.append((shard.sharded_param, shard.sharded_param.grad))
+    return kept
 
 
 def guard_forward(replicas: nn.parallel.DistributedDataParallel, on_error: Callable[[RuntimeError], None]) -> None:
