@@ -49,7 +49,8 @@ def test_updates_are_those_of_the_run_without_a_loss(place: str, rank: int, tmp_
     ids=str,
 )
 def test_windows_of_several_micro_batches_begin_again(place: str, setup: Setup, tmp_path: Path) -> None:
-    check(tmp_path, (Killed(1, 5, place),), setup, left=[2, 3])
+    number = 2 if (place, setup.num_steps) == ("vote", 3) else 5  # in each case a micro-batch that ends a window
+    check(tmp_path, (Killed(1, number, place),), setup, left=[2, 3])
 
 
 def test_loses_replica_after_replica_until_one_is_left(tmp_path: Path) -> None:
