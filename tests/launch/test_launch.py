@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from accel_trainer.runtime.availability import is_torch_version
 from tests.cells import beyond
 from tests.launches import launch, run_command
 from tests.ranks import RankFailure, free_port, run_ranks
@@ -286,7 +285,6 @@ def test_workers_go_on_without_one_that_is_killed(tmp_path: Path) -> None:
     assert "rank 2 is 1 of 2, 7 micro-batches" in output
 
 
-@pytest.mark.skipif(is_torch_version(">=", "2.15"), reason="refused on this release of torch")
 def test_workers_go_on_without_the_replica_of_one_that_is_killed(tmp_path: Path) -> None:
     words = ["--cpu", "--num_processes", "4", "--use_fsdp", "--parallel_dp_replicate_size", "2"]
     code, output = launch(tmp_path, *words, "--on_rank_loss", "continue", write(tmp_path, OUTLIVED), "accumulate", "3")
