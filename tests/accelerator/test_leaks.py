@@ -49,6 +49,8 @@ def loop(folder: str) -> list[Any]:
             if step in (NUM_STEPS // 2, NUM_STEPS):
                 accelerator.wait_for_checkpoint()
                 seen.append(held())
+                # The end of a rank closes connections of the other, which may not have counted them yet.
+                accelerator.wait_for_everyone()
     return seen
 
 
