@@ -78,6 +78,26 @@ STORES_ARGS ?=
 FAMILY_ARGS ?=
 # Some of the odd things: make test-odd ODD_ARGS="--only tied.* --on zero3"
 ODD_ARGS ?=
+# A Python with which `make test-slow` runs the part on the newest torch too: NEWEST_PYTHON=/path/to/python3.14
+NEWEST_PYTHON ?=
+NEWEST := $(lastword $(TORCHES))
+# What `make test-slow` runs, each line as a user would; some of it: make test-slow SLOW_RUNS=soak
+define SLOW_RUNS
+test-cells
+test-ecosystem PYTEST_ARGS="-m 'cell or not cell'"
+test-odd
+test-families
+test-faults
+test-losses
+test-losses LOSS_ARGS="--random 60 --returns"
+test-losses LOSS_ARGS="--random 12 --hsdp"
+test-slow-ranks
+test-stores
+soak
+bench BENCH_ARGS="--only peaks1 peaks2 peaks4"
+$(if $(NEWEST_PYTHON),test-part PYTHON=$(NEWEST_PYTHON) VENV=.compat/newest CONSTRAINTS=.compat/torch-$(NEWEST).txt TORCH=torch==$(NEWEST))
+endef
+export SLOW_RUNS
 DEMO_RANKS ?= 2
 DEMO_CONFIG ?= fsdp_configs/full_shard.yaml
 DEMO_ARGS ?=
@@ -139,6 +159,13 @@ soak: $(VENV)/.installed .compat/stores/.installed ## kill 200 runs while they s
 .PHONY: test-slow-ranks
 test-slow-ranks: $(VENV)/.installed ## a rank that sleeps 200 ms in each phase is named, in 60 trials; 60 without are silent: about 20 minutes
 	$(BIN)/python -m tests.slow_rank_trials $(SLOW_ARGS)
+
+.PHONY: test-slow
+test-slow: ## all matrices and trials above and below that are too long for each change, in a row: hours, once a week
+	said=; red=0; while read -r run; do [ -n "$$run" ] || continue; \
+		begin=$$SECONDS; rc=0; eval "$(MAKE) $$run" </dev/null || { rc=$$?; red=1; }; \
+		said+="$$(printf '%4d %6d s  make %s' $$rc $$((SECONDS - begin)) "$$run")"$$'\n'; \
+	done <<<"$$SLOW_RUNS"; printf '\n  rc   time\n%s' "$$said"; exit $$red
 
 .PHONY: test-accelerate
 test-accelerate: $(VENV)/.installed .compat/accelerate/.installed ## run the tests that meet Hugging Face accelerate where it is present

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -216,6 +217,23 @@ def test_other_releases_are_tried_from_the_lowest_that_is_accepted():
     assert torches[0].startswith(f"{lowest['torch']}.")
     assert transformers[0].startswith(f"{lowest['transformers']}.")
     assert set(SEEN_IN) >= {torches[0], torches[-1], pinned()["torch"]}
+
+
+def make(*args: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", *args], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+
+
+def test_slow_matrices_go_on_after_one_that_fails_and_say_so():
+    ran = make("test-slow", 'SLOW_RUNS=help\nno-such ARGS="a b"\nhelp')
+    assert ran.returncode
+    assert re.findall(r"^ +(\d+) +\d+ s  make (.+)$", ran.stdout, re.M) == [
+        ("0", "help"), ("2", 'no-such ARGS="a b"'), ("0", "help"),
+    ]  # fmt: skip
+    dry = make("--dry-run", "test-slow", "NEWEST_PYTHON=/a/python")
+    assert not dry.returncode, dry.stderr
+    for words in ("tests.odd", "tests.loss_matrix --random 60 --returns", '"/a/python" -m venv .compat/newest'):
+        assert words in dry.stdout
 
 
 def pinned() -> dict[str, str]:
