@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 GRACE_SECONDS = 3.0
 
 _PRELOADED = [
-    "tests.no_collections",
+    "tests.fork_server",
     "pytest",
     "torch",
     "torch.distributed.checkpoint.state_dict",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import multiprocessing
 import os
@@ -173,6 +174,34 @@ def tell_start_method() -> str:
 def test_processes_of_a_rank_begin_as_those_of_a_script() -> None:
     (method,) = run_ranks(tell_start_method, 1)
     assert method == multiprocessing.get_all_start_methods()[0]  # the platform's own
+
+
+# Stand-ins of a card, of a package that starts CUDA when it is imported, and of one that imports it where it is there.
+FORKED_BESIDE_A_CARD = {
+    "card.py": "import torch\ntorch.cuda.device_count = lambda: 1\n",
+    "bitsandbytes.py": "import os\nSTARTED_IN = os.getpid()\n",
+    "peft.py": "from importlib.util import find_spec\nif find_spec('bitsandbytes'):\n    import bitsandbytes\n",
+    "ranks_of.py": (
+        "import os\nfrom tests.ranks import preload, run_ranks\npreload('card', 'peft')\n"
+        "def began() -> tuple:\n    import peft\n    return peft.bitsandbytes.STARTED_IN, os.getpid()\n"
+        "if __name__ == '__main__':\n    import ranks_of\n    print(run_ranks(ranks_of.began, 2))\n"
+    ),
+}
+
+
+def test_what_starts_cuda_is_imported_by_each_rank_and_not_before_it_is_forked(tmp_path: Path) -> None:
+    for name, text in FORKED_BESIDE_A_CARD.items():
+        (tmp_path / name).write_text(text)
+    path = os.pathsep.join(map(str, (tmp_path, ROOT)))
+    command = [sys.executable, "ranks_of.py"]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100
+    )
+    assert not ran.returncode, ran.stderr
+    found = ast.literal_eval(ran.stdout)
+    assert len(found) == 2
+    for started_in, rank in found:
+        assert started_in == rank
 
 
 LEAKS = {
