@@ -153,6 +153,8 @@ class Checkpointer:
         self._tried_in_store = set[str]()
         """Names that were fetched: one that turns out to be no good is not fetched again."""
         self._resumes_from_store = False
+        self._each_node = False
+        """Whether the ranks have saved so together, last time."""
         # By the process that commits.
         self._uploads: Uploads | None = None
         self._left_out: Callable[[Uploads], None] | None = None
@@ -290,15 +292,44 @@ class Checkpointer:
 
         Raises, on all ranks, the error of an upload since the last save, where that was asked for.
         """
-        uploads, is_busy = self._uploads, False
-        error = None if uploads is None else uploads.take_error()
-        are_apart = job.each_node and self.process.local_world_size < self.process.world_size
-        if self._store is not None and (job.policy.on_save_error == "raise" or are_apart):
-            error = error if job.policy.on_save_error == "raise" else None
-            busy = bool(uploads and uploads.in_use)
-            is_busy = any(gather_or_raise(self.process, f"upload to {shown(self._store)}", error, busy))
+        if self.alone is None:
+            self._each_node = job.each_node
+        is_busy = self._look_at_uploads(raises=job.policy.on_save_error == "raise")
         # Of nodes with disks of their own each has to send the same saves: none is dropped that waits.
-        return not (are_apart and is_busy)
+        return not (self._are_apart and is_busy)
+
+    @property
+    def _are_apart(self) -> bool:
+        """Whether nodes with disks of their own send parts of one checkpoint."""
+        return self._store is not None and self._each_node and self.process.local_world_size < self.process.world_size
+
+    def _look_at_uploads(self, *, raises: bool) -> bool:
+        """Return whether a node is sending; where one has failed, the others wait for it no more. Collective.
+
+        Args:
+            raises: the error of an upload since the last look, on all ranks.
+        """
+        uploads = self._uploads
+        is_busy = bool(uploads and uploads.in_use)  # before its error: who is idle here has no untold one
+        error = None if uploads is None else uploads.take_error()
+        if self._store is None or not (raises or self._are_apart):
+            return is_busy
+        section, has_failed = f"upload to {shown(self._store)}", True
+        try:
+            looks = gather_or_raise(self.process, section, error if raises else None, (is_busy, error is not None))
+            has_failed = any(failed for _, failed in looks)
+            return any(busy for busy, _ in looks)
+        finally:
+            if has_failed and uploads is not None:
+                uploads.give_up()
+
+    def _end_uploads(self, *, together: bool) -> None:
+        # Where all ranks come here, those that wait for a node that has failed learn of it.
+        while together and self._look_at_uploads(raises=False):
+            if self._uploads is not None:
+                self._uploads.wait(within_s=0.5)
+        if self._uploads is not None:
+            self._uploads.wait()
 
     def find_stored(self, is_wanted: Callable[[Manifest], bool]) -> str | None:
         """Return the address of the newest complete checkpoint of the store that is wanted. Not collective."""
@@ -580,14 +611,17 @@ class Checkpointer:
 
     def close(self, *, is_failed: bool = False) -> None:
         """Wait for a background save and uploads, and release the directory. Collective, but where `is_failed`."""
+        together = False
         try:
             if is_failed and self.background is not None:
                 self.background.join()
             self.wait()
+            together = self._are_apart and not is_failed
         finally:
-            if self._uploads is not None:
-                self._uploads.wait()
-                if self._left_out is not None and not is_failed:
+            try:
+                self._end_uploads(together=together)
+                if self._left_out is not None and self._uploads is not None and not is_failed:
                     self._left_out(self._uploads)
-                    self._uploads.wait()
-            self.release_directory()
+                self._end_uploads(together=together)
+            finally:
+                self.release_directory()

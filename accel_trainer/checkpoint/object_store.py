@@ -103,6 +103,8 @@ class ObjectStore:
         """As it may be shown."""
         self.prefix, self.takes_over = prefix, takes_over
         self._job, self._is_claimed = job or uuid.uuid4().hex, False
+        self.is_given_up = threading.Event()
+        """Set where another node of this run has failed to send its part: none waits for it any longer."""
         self._newest = ""
         """The highest that was sent to its end, by this run or the one before."""
         self._pace = None if mib_per_second is None else _Pace(mib_per_second * 2**20)
@@ -318,12 +320,15 @@ class ObjectStore:
                 said: dict[str, Any] = json.loads(bytes(self._try(partial(self._files.cat_file, place))))
                 if said["save"] == save:
                     return said
+            if self.is_given_up.wait(_POLL_SECONDS):
+                raise OSError(
+                    f"{self.uri}: another node could not send its part of {place.split('/')[-2]}; its log says why"
+                )
             if time.monotonic() > end:
                 raise TimeoutError(
                     f"{self.uri}: {place.removeprefix(self._root + '/')} has not come from that node's first process "
                     f"in {time.monotonic() - begin:.0f} s; its log says why. The checkpoint is not complete there"
                 )
-            time.sleep(_POLL_SECONDS)
 
     def _put_files(self, path: Path, manifest: Manifest) -> None:
         place = f"{self._root}/{path.name}"
@@ -569,6 +574,7 @@ class Uploads:
             if self._waiting is not None:
                 logger.warning("%s is slower than saves come: %s is not uploaded", self.store.uri, self._waiting.path)
             self._waiting = _Upload(path, keep, protected, part)
+            self.store.is_given_up.clear()
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="checkpoint-upload")
                 self._thread.start()
@@ -593,10 +599,16 @@ class Uploads:
                 seconds = time.perf_counter() - begin
                 logger.info("uploaded %s to %s: %.1f MiB in %.2f s", path, self.store.uri, num_bytes / 2**20, seconds)
 
-    def wait(self) -> None:
-        """Wait until nothing is left to be copied."""
+    def give_up(self) -> None:
+        """Wait for no part of another node in the upload that is under way."""
+        self.store.is_given_up.set()
+
+    def wait(self, within_s: float | None = None) -> None:
+        """Wait until nothing is left to be copied, or about so long."""
         while (thread := self._thread) is not None:
-            thread.join()
+            thread.join(within_s)
+            if within_s is not None:
+                return
 
     def take_error(self) -> BaseException | None:
         """Return the error of an upload, once."""

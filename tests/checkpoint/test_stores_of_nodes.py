@@ -17,7 +17,7 @@ import torch
 
 from accel_trainer.checkpoint import object_store
 from accel_trainer.checkpoint.manifest import NODE_KEY, Manifest, NodePart
-from accel_trainer.checkpoint.object_store import ObjectStore
+from accel_trainer.checkpoint.object_store import ObjectStore, Uploads
 from accel_trainer.errors import ConfigError, CorruptCheckpointError
 from tests.checkpoint.crash_job import SavedRun
 from tests.publishing import ALONE, publish_directory
@@ -212,6 +212,48 @@ def test_nodes_send_the_same_saves_where_one_is_slow(tmp_path: Path) -> None:
     assert store.names() == ["checkpoint_0", "checkpoint_2"]
     for name in store.names():
         store.verify(name)
+
+
+def occupy(directory: Path) -> None:
+    """Have another run save there."""
+    ObjectStore(f"file://{directory}/store", "checkpoint_", job="another").claim()
+
+
+def save_beside_another_run(directory: Path, saves: int) -> list[str]:
+    """Save to a store that refuses the first node; return what the uploads have ended with."""
+    run = saved_run(directory)
+    run.accelerator.project_configuration.on_save_error = "warn"
+    ended, take_error = list[str](), Uploads.take_error
+
+    def note(uploads: Uploads) -> BaseException | None:
+        if (error := take_error(uploads)) is not None:
+            ended.append(str(error))
+        return error
+
+    Uploads.take_error = note  # type: ignore[method-assign]
+    run.fill(0)
+    run.accelerator.save_state()
+    uploads = run.accelerator._checkpointer._uploads
+    if saves == 2:
+        if os.environ["RANK"] == "0":
+            uploads.wait()
+        run.accelerator.wait_for_everyone()
+        run.accelerator.save_state()
+        uploads.wait()  # on the second node for the first save, until it hears of it in the second one
+    run.accelerator.end_training()
+    return ended
+
+
+@pytest.mark.parametrize("saves", [1, 2])
+def test_a_node_does_not_wait_for_one_whose_upload_is_refused(tmp_path: Path, saves: int) -> None:
+    """It would for five minutes: until the next save, or the end of training, which sends the one that was left out."""
+    ObjectStore(f"file://{tmp_path}/store", "checkpoint_", job="another").claim()
+    refused, alone = run_ranks(save_beside_another_run, 2, tmp_path, saves, env=on_nodes(2))
+    assert len(refused) == len(alone) == saves
+    assert all("store is the store of another run" in said for said in refused)
+    for number, said in enumerate(alone):
+        assert f"store: another node could not send its part of checkpoint_{number}; its log says why" in said
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["_owner.json"]
 
 
 # --- the store alone -------------------------------------------------------------------------------------------------
