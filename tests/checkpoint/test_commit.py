@@ -55,10 +55,13 @@ def test_r1_everything_is_on_the_disk_before_the_name_and_the_name_before_the_wo
     with publish_directory(tmp_path / "run" / "s", ALONE) as staged:
         staged.write_tensors("a.safetensors", {"x": torch.ones(3)})
         staged.write_json("b.json", 1)
+        Path(staged, "by-path").write_text("2")
+        staged.adopt("by-path")
     calls.append("acknowledged")
     assert calls == [
         "fsync a.safetensors",
         "fsync b.json",
+        "fsync by",
         "fsync _tmp",
         "fsync _tmp",
         "fsync manifest.json",
@@ -185,6 +188,18 @@ def test_a_save_replaces_nothing_but_checkpoints(tmp_path: Path):
     publish(tmp_path / "empty", "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "mine", "s"]
     assert (tmp_path / "s" / "notes.txt").read_text() == "mine"
+
+
+def save_until_ctrl_c(target: Path) -> None:
+    with publish_directory(target, ALONE) as staged:
+        staged.write_json("x.json", 1)
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_leaves_neither_a_part_of_a_save_nor_its_lock(tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt):
+        save_until_ctrl_c(tmp_path / "s")
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_that_others_write_by_path_are_part_of_the_checkpoint(tmp_path: Path):

@@ -58,6 +58,7 @@ def test_values_per_rank_of_ranks_without_samples_go() -> None:
 
     assert keep_valid({"loss": torch.tensor([0.1, 0.2, 0.3])}, rows)["loss"].tolist() == pytest.approx([0.1, 0.2])
     assert keep_valid(7, rows) == 7
+    assert keep_valid(torch.tensor(0.5), BatchRows((1,), (2,))).item() == 0.5  # of one process: no rows
     lent = BatchRows((4, 4, 0), (4, 4, 1), is_last=True)
     assert keep_valid(torch.arange(6), lent).tolist() == [0, 1, 2, 3]
     assert keep_valid(torch.arange(5), lent).tolist() == list(range(5))
