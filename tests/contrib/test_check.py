@@ -10,7 +10,7 @@ import pytest
 
 from accel_trainer.contrib.check.changes import CHANGES, Verdict
 from accel_trainer.contrib.check.command import check_path, run_check
-from accel_trainer.contrib.check.names import Missing, find
+from accel_trainer.contrib.check.script import Missing, find
 from accel_trainer.errors import ConfigError
 from tests.migration.accelerate_scripts import NOT_RUN, PROCESSES, find_accelerate
 from tests.migration.names import DIFFERENCES

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_trainer.contrib.check.changes import CHANGES
-from accel_trainer.contrib.check.names import differences
+from accel_trainer.contrib.check.script import differences
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parents[1] / "docs" / "accelerate_names.md"
