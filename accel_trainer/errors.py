@@ -14,7 +14,7 @@ __all__ = [
     "CheckpointNotFoundError", "ConfigError", "CorruptCheckpointError", "DesyncError", "DiskFullError",
     "DistributedOperationException", "HangError", "IncompatibleCheckpointError", "MissingExtraError",
     "NonFiniteError", "ProcessGroupError", "RemoteRankError", "SaveTimeoutError", "UnsupportedTypeError",
-    "did_you_mean",
+    "did_you_mean", "size_in_words",
 ]  # fmt: skip
 
 
@@ -116,3 +116,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     by_lower = {candidate.lower(): candidate for candidate in known}
     matches = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=0.6)
     return f"; did you mean {by_lower[matches[0]]!r}?" if matches else ""
+
+
+def size_in_words(num_bytes: float) -> str:
+    """Return bytes in GiB, or in MiB or KiB where they are less than one."""
+    size, unit = num_bytes / 2**10, 0
+    while size >= 2**10 and unit < 2:
+        size, unit = size / 2**10, unit + 1
+    return f"{size:.2f} {('KiB', 'MiB', 'GiB')[unit]}"

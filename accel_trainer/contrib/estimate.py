@@ -10,29 +10,35 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from accel_trainer.config.files import to_yaml
 from accel_trainer.contrib.empty_models import LIBRARIES, create_empty_model
 from accel_trainer.contrib.empty_models import add_timm_hub_prefix as add_timm_hub_prefix
 from accel_trainer.contrib.empty_models import verify_on_hub as verify_on_hub
 from accel_trainer.contrib.layouts import (
+    MARGIN,
+    SIZES_OF_MODELS,
     SPEEDS,
     adapters_in_words,
     candidates,
+    cost_of,
     layout_name,
     outcomes,
     plan_of,
     try_plan,
     with_policy,
 )
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, size_in_words
 from accel_trainer.launch.cli import add_option, as_subcommand, command_parser
 from accel_trainer.launch.flags import Options
-from accel_trainer.launch.job import read_options
+from accel_trainer.launch.job import read_options, resolve_options
 from accel_trainer.runtime.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -49,7 +55,7 @@ def run_estimate(words: Sequence[str]) -> int:
     """Run the command and return its exit code."""
     parser = estimate_command_parser()
     args, others = parser.parse_known_args(words)
-    if others and args.num_processes is None and args.config_file is None:
+    if others and not _names_a_job(args):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     args.layout_options = others
     args.num_workers = usable_cores()  # programs that call the functions may have no guard around their main part
@@ -81,41 +87,47 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", nargs="+", default=dtypes, choices=tuple(_BITS), help=text)
     text = "run the code that is beside the configuration; of authors whom you trust"
     add_option(parser, "trust_remote_code", action="store_true", help=text)
-    plan = parser.add_argument_group(_OF_A_JOB)
-    plan.add_argument("--config_file", "--config-file", "--config", metavar="FILE", help="as for launch")
-    add_option(plan, "num_processes", type=int, metavar="N", help="processes of the job")
-    plan.add_argument("--batch", type=int, default=1, metavar="N", help="rows that a rank reads at once [1]")
-    plan.add_argument("--sequence", type=int, metavar="N", help="tokens of a row [2048, or the model's most]")
-    plan.add_argument("--dtype", choices=_TRAINABLE, default="float32", help="of the weights [float32]")
-    plan.add_argument(
-        "--lora", type=int, metavar="RANK", help="train LoRA of that rank on all linear layers, with PEFT"
-    )
+    plan, defaults = parser.add_argument_group(_OF_A_JOB), dict[str, Any]()
+
+    def add(name: str, *others: str, default: Any = None, **words: Any) -> None:
+        # Arguments hold those that are given, and the defaults beside them.
+        defaults[name] = default
+        add_option(plan, name, *others, default=argparse.SUPPRESS, **words)
+
+    add("config_file", "--config", metavar="FILE", help="as for launch")
+    add("num_processes", type=int, metavar="N", help="processes of the job")
+    add("batch", type=int, default=1, metavar="N", help="rows that a rank reads at once [1]")
+    add("sequence", type=int, metavar="N", help="tokens of a row [2048, or the model's most]")
+    add("dtype", choices=_TRAINABLE, default="float32", help="of the weights [float32]")
+    add("lora", type=int, metavar="RANK", help="train LoRA of that rank on all linear layers, with PEFT")
     text = "with --lora: the frozen layers are packed by bitsandbytes, as QLoRA has them"
-    add_option(plan, "load_in_4bit", action="store_true", help=text)
-    plan.add_argument("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim [AdamW]")
+    add("load_in_4bit", default=False, action="store_true", help=text)
+    add("optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim [AdamW]")
     for name, default, text in SPEEDS:
-        add_option(plan, name, type=type(default), default=default, metavar="X", help=text)
+        add(name, type=type(default), default=default, metavar="X", help=text)
     text = "plan the layouts that the job can have, the fastest first"
-    plan.add_argument("--compare", action="store_true", help=text)
-    text = "of a rank, 80GiB for one: with --compare, layouts that need more"
-    plan.add_argument("--memory", metavar="SIZE", help=text)
+    add("compare", default=False, action="store_true", help=text)
+    add("memory", metavar="SIZE", help="of a rank, 80GiB for one: with --compare, layouts that need more")
     text = "choose micro-batch, accumulation, layout and ways to save memory with which a rank fits, 80GiB for one"
-    plan.add_argument("--fit", metavar="SIZE", help=text)
-    add_option(plan, "global_batch", type=int, metavar="N", help="with --fit: rows of an update over all ranks")
+    add("fit", metavar="SIZE", help=text)
+    add("global_batch", type=int, metavar="N", help="with --fit: rows of an update over all ranks")
     text = "with --fit: the configuration file, with reasons beside the choices [printed]"
-    plan.add_argument("--write", metavar="FILE", help=text)
-    plan.add_argument("--json", action="store_true", help="print plans as JSON")
-    plan.add_argument("--picture", metavar="FILE", help="write the memory by purpose as an SVG")
+    add("write", metavar="FILE", help=text)
+    add("json", default=False, action="store_true", help="print plans as JSON")
+    add("picture", metavar="FILE", help="write the memory by purpose as an SVG")
+    parser.set_defaults(of_a_job=defaults)
     return as_subcommand(parser, subparsers, "estimate-memory", estimate_command)
 
 
 def estimate_command(args: argparse.Namespace) -> None:
     """Print the table, or the plans, for parsed arguments; a CheckpointNotFoundError or ConfigError without a model."""
-    from accel_trainer.runtime.memory import size_in_words
-
-    if args.num_processes is not None or args.config_file is not None:
-        return _print_plans(args)
-    _refuse_options_of_a_job(args)
+    if _names_a_job(args):
+        return _print_plans(_with_defaults(args))
+    if given := [f"--{name}" for name in args.of_a_job if name in args]:
+        raise ConfigError(
+            f"{', '.join(given)}: of {_OF_A_JOB}, and no job is given, without which the model's sizes by dtype are "
+            "printed; add --num_processes N (1 for one process), or --config FILE"
+        )
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
     rows = [
         [dtype, *map(size_in_words, sizes), "N/A" if training["step"] < 0 else size_in_words(training["step"])]
@@ -125,15 +137,12 @@ def estimate_command(args: argparse.Namespace) -> None:
     print(create_ascii_table(["dtype", "Largest Layer", "Total Size", "Training using Adam"], rows, title))
 
 
-def _refuse_options_of_a_job(args: argparse.Namespace) -> None:
-    group = next(group for group in estimate_command_parser()._action_groups if group.title == _OF_A_JOB)
-    of_a_job = {each.option_strings[0]: (getattr(args, each.dest, each.default), each) for each in group._group_actions}
-    given = [name for name, (value, each) in of_a_job.items() if value != each.default]
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)}: of {_OF_A_JOB}, and no job is given, without which the model's sizes by dtype are "
-            "printed; add --num_processes N (1 for one process), or --config FILE"
-        )
+def _names_a_job(args: argparse.Namespace) -> bool:
+    return "num_processes" in args or "config_file" in args
+
+
+def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
+    return argparse.Namespace(**{**args.of_a_job, **vars(args)})
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
@@ -185,9 +194,7 @@ def _print_plans(args: argparse.Namespace) -> None:
     limit = None if args.memory is None else convert_file_size_to_int(args.memory)
     options = _layout_options(args)
     if args.fit is not None:
-        from accel_trainer.contrib.fitting import fit_layout
-
-        return fit_layout(args, options)
+        return _fit_layout(args, options, convert_file_size_to_int(args.fit))
     if args.compare:
         plans = sorted(_all_plans(args, options), key=lambda plan: plan.seconds_per_row)
     else:
@@ -234,8 +241,6 @@ def _all_plans(args: argparse.Namespace, options: Options) -> list[LayoutPlan]:
 
 def _plan_table(plan: LayoutPlan, policies: Sequence[LayoutPlan], args: argparse.Namespace) -> str:
     """Return a plan as tables: of memory, of its `policies` of activation checkpointing, and of collectives."""
-    from accel_trainer.runtime.memory import size_in_words
-
     memory = [
         ("parameters", plan.parameters, plan.peak_parts["parameters"]),
         ("gradients", plan.gradients, plan.peak_parts["gradients"]),
@@ -284,8 +289,6 @@ def _ms(seconds: float) -> str:
 
 def _comparison(plans: Sequence[LayoutPlan], limit: int | None, args: argparse.Namespace) -> str:
     """Return the plans that fit as a table, the fastest first, and a line about the others."""
-    from accel_trainer.runtime.memory import size_in_words
-
     fitting = [plan for plan in plans if limit is None or plan.peak <= limit]
     headers = ["layout", "strategy", "checkpointing", "state", "activations", "peak", "compute", "exposed", "per row"]
     title = (
@@ -317,6 +320,225 @@ def _launch_flags(plan: LayoutPlan) -> Iterator[str]:
         yield f"--activation_checkpointing {plan.checkpointing}"
 
 
+# --- the fastest options that fit -------------------------------------------------------------------------------------
+
+
+_ROWS, _STEPS = "accumulation.micro_batch_size", "accumulation.num_steps"
+_POLICY, _LOSS, _OFFLOAD = "activation_checkpointing", "loss", "fsdp.offload_params"
+_CHUNKED = {_LOSS: "chunked"}
+_WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    _CHUNKED,
+    {**_CHUNKED, **with_policy("selective")},
+    {**_CHUNKED, **with_policy("every:2")},
+    {**_CHUNKED, **with_policy("full")},
+)
+"""Ways to save memory, from the one that costs least on."""
+_MORE_WAYS: dict[Any, tuple[dict[str, Any], ...]] = {"fsdp2": ({**_CHUNKED, **with_policy("full"), _OFFLOAD: True},)}
+"""Those that a strategy has beside."""
+_HOST_BANDWIDTH = 20e9
+"""Bytes a second between device and host, and of an update on the host: both are bound by memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """A layout whose ranks fit, with the most rows of a micro-batch for it."""
+
+    flags: Mapping[str, Any]
+    """All options that were chosen, by dotted path."""
+    plan: LayoutPlan
+    seconds: float
+    """Of an update, with what it takes to save memory."""
+    reasons: Mapping[str, str]
+    """Of choices, by dotted path."""
+
+
+def _fit_layout(args: argparse.Namespace, options: Options, limit: int) -> None:
+    """Write the fastest configuration that fits, or print it; a ConfigError where none does, or without `global_batch`.
+
+    Each layout is planned with its ways to save memory, in the order of what they cost, and with the most rows of a
+    micro-batch that fit; the fastest becomes a configuration file, with the reason beside each choice.
+    """
+    if args.global_batch is None or args.global_batch < 1:
+        raise ConfigError(
+            f"--fit shares the rows of an update out over ranks and micro-batches, and --global_batch is "
+            f"{args.global_batch}; give the rows of an update over all ranks"
+        )
+    search = Search(args, options, limit)
+    text, best = search.write(fits := _find_fits(args, options, search)), fits[0]
+    if args.write is None:
+        print(text, end="")
+    else:
+        Path(args.write).write_text(text, encoding="utf-8")
+        print(f"{args.write}: {_summary(best)}")
+
+
+def _find_fits(args: argparse.Namespace, options: Options, search: Search) -> list[Fit]:
+    """Return the layouts that fit, the fastest first; a ConfigError where there is none."""
+    fits, problems = list[Fit](), list[ConfigError]()
+    layouts = list(candidates(args, options, policies=("off",)))
+    # Ranks that share layers or tokens wait for each other in each of them: they are planned where replicas and shards
+    # of the state alone do not suffice.
+    for shares_models in (False, True):
+        chosen = [each for each in layouts if shares_models == any(each.get(path, 1) > 1 for path in SIZES_OF_MODELS)]
+        for outcome in [] if fits else outcomes(args, chosen, search):
+            if isinstance(outcome, ConfigError):
+                problems.append(outcome)
+            else:
+                fits.append(outcome)
+    if not fits:
+        sizes = [problem for problem in problems if "for one row" in str(problem)]
+        reasons = "\n".join(f"  {problem}" for problem in (sizes or problems)[:8])
+        raise ConfigError(
+            f"no layout of {args.model_name} fits {args.fit} a rank; use more ranks or fewer tokens:\n{reasons}"
+        )
+    return sorted(fits, key=lambda fit: fit.seconds)
+
+
+def _summary(fit: Fit) -> str:
+    peak, rows, steps = size_in_words(fit.plan.peak), fit.flags[_ROWS], fit.flags[_STEPS]
+    name = f"{layout_name(fit.plan)} ({fit.plan.strategy})"
+    ways = [f"{path}={fit.flags[path]}" for path in (_LOSS, _POLICY, _OFFLOAD) if fit.flags.get(path, "off") != "off"]
+    words = ", ".join([name, f"{rows} rows x {steps}", *ways])
+    return f"{words}: {peak} at the peak, {1000 * fit.seconds:.4g} ms an update"
+
+
+def _without_loss(way: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: value for path, value in way.items() if path != _LOSS}
+
+
+def _gains_nothing_by_rows(fit: Fit, single: LayoutPlan) -> bool:
+    """Whether larger micro-batches, for which a way that saves more makes room, would win nothing back."""
+    return fit.flags[_STEPS] == 1 or single.exposed_seconds < 0.01 * single.compute_seconds
+
+
+class Search:
+    """The search for the fastest way of one layout; picklable, since several go on at a time."""
+
+    def __init__(self, args: argparse.Namespace, options: Options, limit: int) -> None:
+        """Take the command's arguments, its options of `launch`, and the bytes of a rank."""
+        self._args, self._options, self._limit = args, options, limit
+
+    def __call__(self, layout: Mapping[str, Any]) -> Fit | ConfigError:
+        """Return the fastest fit of a layout, or the reason why there is none."""
+        fits: list[Fit] = []
+        needed: dict[str, str] = {}
+        """By the choice that came after, what a rank of one row needed without it."""
+        has_chunks = True
+        ways = (*_WAYS, *_MORE_WAYS.get(layout.get("strategy"), ()))
+        for way in ways:
+            flags = {**layout, **(way if has_chunks else _without_loss(way))}
+            try:
+                single = self._plan(flags, 1)
+            except ConfigError as error:
+                if not way:  # an axis that the model, or the number of rows, cannot be shared over
+                    return error
+                has_chunks = has_chunks and way is not _CHUNKED  # a head that is no plain product
+                continue
+            if (size := MARGIN * single.peak) <= self._limit:
+                fits.append(self._most_rows(flags, single, needed))
+                if _gains_nothing_by_rows(fits[-1], single):
+                    break
+                continue
+            if not way and (problem := self._refuse({**layout, **ways[-1]})) is not None:
+                return problem
+            needed |= dict.fromkeys({_LOSS, _POLICY, _OFFLOAD} - set(way), size_in_words(size))
+        if not fits:
+            return ConfigError(f"{layout_name(single)}: {size_in_words(MARGIN * single.peak)} for one row")
+        return min(fits, key=lambda fit: fit.seconds)
+
+    def _refuse(self, flags: Mapping[str, Any]) -> ConfigError | None:
+        """Return what a layout needs with all that saves memory, where that is too much."""
+        with suppress(ConfigError):  # of a head that is no plain product, or a model without layers
+            plan = self._plan(flags, 1)
+            if MARGIN * plan.peak > self._limit:
+                size = size_in_words(MARGIN * plan.peak)
+                return ConfigError(f"{layout_name(plan)}: {size} for one row, with all that saves memory")
+        return None
+
+    def _share(self, flags: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the rows of an update for each rank that reads, and the number of those."""
+        readers = flags.get("parallel.dp_replicate_size", 1) * flags.get("parallel.dp_shard_size", 1)
+        share, rest = divmod(self._args.global_batch, readers)
+        if rest:
+            raise ConfigError(f"{self._args.global_batch} rows of an update over {readers} ranks: no whole number")
+        return share, readers
+
+    def _plan(self, flags: Mapping[str, Any], rows: int) -> LayoutPlan:
+        args = argparse.Namespace(**{**vars(self._args), "batch": rows})
+        plan = plan_of(args, self._options, {**flags, _STEPS: self._share(flags)[0] // rows})
+        self._args.sequence = args.sequence  # the model's, where none was given
+        return plan
+
+    def _most_rows(self, flags: Mapping[str, Any], single: LayoutPlan, needed: Mapping[str, str]) -> Fit:
+        """Return the fit with the most rows of a micro-batch, given the plan of one row."""
+        share, readers = self._share(flags)
+        rows, plan, refused = self._search_rows(flags, single, share)
+        reasons = {
+            _ROWS: f"the most that fit; {refused}" if refused else "all that a rank has of an update",
+            _STEPS: f"{self._args.global_batch} rows = {rows} x {share // rows} x {readers} ranks that read",
+        }
+        for path in flags.keys() & {_LOSS, _POLICY, _OFFLOAD}:
+            without = needed.get(path)
+            reasons[path] = f"without, one row needs {without}" if without else "more rows at once are faster"
+        seconds = cost_of(flags) * plan.seconds_per_row * plan.rows
+        if flags.get(_OFFLOAD):
+            state = plan.parameters + plan.gradients + plan.optimizer_state
+            seconds += ((share // rows) * (2 * plan.parameters + plan.gradients) + state) / _HOST_BANDWIDTH
+        chosen = {_ROWS: rows, _STEPS: share // rows}
+        return Fit(flags={**flags, **chosen}, plan=plan, seconds=seconds, reasons=reasons)
+
+    def _search_rows(self, flags: Mapping[str, Any], single: LayoutPlan, share: int) -> tuple[int, LayoutPlan, str]:
+        """Return the most rows of a micro-batch that fit, with their plan, and why the next number does not."""
+        refused = ""
+        sizes = [size for size in range(share, 1, -1) if share % size == 0]
+        plans: dict[int, LayoutPlan] = {}
+        per_row = float(single.peak)
+        # No row takes more than the first with all that is there anyway. Where that may be too much, two rows tell.
+        if sizes and MARGIN * single.peak * share > self._limit:
+            plans[sizes[-1]] = self._plan(flags, sizes[-1])
+            per_row = (plans[sizes[-1]].peak - single.peak) / (sizes[-1] - 1)
+        for size in sizes:
+            peak = single.peak + per_row * (size - 1)
+            # Memory is about linear in rows: what is foreseen to fit is planned, down to the first that does.
+            if MARGIN * peak <= self._limit:
+                peak = (found := plans.get(size) or self._plan(flags, size)).peak
+                if MARGIN * peak <= self._limit:
+                    return size, found, refused
+            refused = f"{size} would need about {size_in_words(MARGIN * peak)}"
+        return 1, single, refused
+
+    def write(self, fits: list[Fit]) -> str:
+        """Return the first of some fits as a configuration file, with reasons as comments."""
+        args, best = self._args, fits[0]
+        options = dataclasses.replace(self._options, flags={**self._options.flags, **best.flags})
+        resolved, _ = resolve_options(options, os.environ, None)
+        reasons = {
+            **dict.fromkeys(self._options.flags, "as it was given"),
+            "strategy": f"the fastest of {len(fits)} layout(s) that fit",
+            **best.reasons,
+        }
+        head = [
+            f"# {args.model_name} with updates of {args.global_batch} rows of {args.sequence} tokens, "
+            f"{args.optimizer}, weights in {args.dtype}{adapters_in_words(args)}:",
+            f"# {size_in_words(best.plan.peak)} of {args.fit} at the peak, {1000 * best.seconds:.4g} ms an update at "
+            f"{args.teraflops:g} TFLOP/s, planned by `accel-trainer estimate --fit`.",
+            *[f"# Next: {_summary(fit)}" for fit in fits[1:3]],
+        ]
+        return "\n".join(head) + "\n" + _with_comments(to_yaml(resolved.config), reasons)
+
+
+def _with_comments(text: str, reasons: Mapping[str, str]) -> str:
+    """Return YAML of nested mappings with a comment behind each option that has a reason."""
+    lines, path = [], list[str]()
+    for line in text.splitlines():
+        key = line.strip().partition(":")[0]
+        path[(len(line) - len(line.lstrip())) // 2 :] = [key]
+        reason = reasons.get(".".join(path))
+        lines.append(f"{line}  # {reason}" if reason else line)
+    return "\n".join(lines) + "\n"
+
+
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 _COLOURS = ("#3b6ea5", "#7aa6d6", "#274b73", "#8a6fb0", "#9a9a9a", "#d98c3f", "#e8bf8a", "#5f9e6e")
@@ -325,8 +547,6 @@ _LEFT, _WIDTH, _BAR, _GAP, _TOP = 250, 560, 18, 8, 46
 
 def _draw(plans: Sequence[LayoutPlan], limit: int | None) -> str:
     """Return an SVG: the peak of each plan as a bar of its parts, and a line at the limit."""
-    from accel_trainer.runtime.memory import size_in_words
-
     parts = list(plans[0].peak_parts)
     most = max([plan.peak for plan in plans] + ([] if limit is None else [limit]))
     scale, height = _WIDTH / most, _TOP + len(plans) * (_BAR + _GAP) + 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import os
 import time
@@ -31,6 +32,9 @@ SPEEDS = (
     ("node_bandwidth", 300.0, "GB/s that a rank sends within its machine [300]"),
     ("teraflops", 400.0, "10^12 operations a second of matrix products, as a rank sustains them [400]"),
 )
+MARGIN = 1.05
+"""Of a planned peak, what a rank is taken to need: plans are within 5 % of what was measured (docs/gpu.md)."""
+_COSTS = {"chunked": 1.01, "selective": 1.13}
 _ALONE_SECONDS = 5.0
 """How long layouts are compared in this process alone: another one imports torch and transformers for that long."""
 
@@ -38,6 +42,15 @@ _ALONE_SECONDS = 5.0
 def with_policy(policy: str) -> dict[str, Any]:
     """Return the options of a policy of activation checkpointing, whichever option the configuration has it by."""
     return {"activation_checkpointing": policy, "fsdp.activation_checkpointing": False}
+
+
+def cost_of(options: Mapping[str, Any]) -> float:
+    """Return the time of an update with ways to save memory, beyond the products that a plan counts: as a card had it.
+
+    The plan counts what is multiplied again; a loss in chunks and norms that are computed again are no products
+    (docs/gpu.md).
+    """
+    return math.prod(_COSTS.get(str(value), 1.0) for value in options.values())
 
 
 def plan_of(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]) -> LayoutPlan:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from torch import Tensor, nn
 from accel_trainer import logging
 from accel_trainer.big_models.device_map import convert_file_size_to_int
 from accel_trainer.config import LossImplementation, Resolved
+from accel_trainer.contrib.layouts import MARGIN, cost_of
 from accel_trainer.contrib.planner import Cluster, LayoutPlan, Workload, optimizer_builder, plan_layout, with_options
-from accel_trainer.errors import AccelTrainerError, ConfigError
+from accel_trainer.errors import AccelTrainerError, ConfigError, size_in_words
 from accel_trainer.precision import scales_of
-from accel_trainer.runtime.memory import available_host_bytes, size_in_words
+from accel_trainer.runtime.memory import available_host_bytes
 from accel_trainer.runtime.model_wrappers import unsharded_shape
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import KeptStreams
@@ -35,19 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-MARGIN = 1.05
-"""Of a planned peak, what a rank is taken to need: plans are within 5 % of what was measured (docs/gpu.md)."""
-_COSTS = {"chunked": 1.01, "selective": 1.13}
 _NUM_ROWS_READ = 256
-
-
-def cost_of(options: Mapping[str, Any]) -> float:
-    """Return the time of an update with ways to save memory, beyond the products that a plan counts: as a card had it.
-
-    The plan counts what is multiplied again; a loss in chunks and norms that are computed again are no products
-    (docs/gpu.md).
-    """
-    return math.prod(_COSTS.get(str(value), 1.0) for value in options.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

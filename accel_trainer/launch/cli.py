@@ -160,9 +160,9 @@ def command_parser(name: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(f"accel-trainer {name}", description=description, allow_abbrev=False)
 
 
-def add_option(parser: argparse._ActionsContainer, name: str, **options: Any) -> None:
-    """Add `--name` to a parser or a group of one, with `-` as well as `_` between its words."""
-    parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), **options)
+def add_option(parser: argparse._ActionsContainer, name: str, *others: str, **options: Any) -> None:
+    """Add `--name` to a parser or a group of one, with `-` as well as `_` between its words, and other spellings."""
+    parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}", *others)), **options)
 
 
 def as_subcommand(

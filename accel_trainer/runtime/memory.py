@@ -70,14 +70,6 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         torch.accelerator.empty_cache()
 
 
-def size_in_words(num_bytes: float) -> str:
-    """Return bytes in GiB, or in MiB or KiB where they are less than one."""
-    size, unit = num_bytes / 2**10, 0
-    while size >= 2**10 and unit < 2:
-        size, unit = size / 2**10, unit + 1
-    return f"{size:.2f} {('KiB', 'MiB', 'GiB')[unit]}"
-
-
 def available_host_bytes() -> int:
     """Return the bytes of host memory that this process could take now without swapping; a container's bound counts.
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from accel_trainer import logging
 from accel_trainer.checkpoint.shards import local_tensor
-from accel_trainer.runtime.memory import is_out_of_memory, peak_memory, size_in_words
+from accel_trainer.errors import size_in_words
+from accel_trainer.runtime.memory import is_out_of_memory, peak_memory
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer

@@ -238,7 +238,8 @@ def test_a_mixture_is_planned_as_if_its_experts_got_as_many_tokens_each(tmp_path
 
 
 def test_layouts_have_shards_over_all_ranks_or_a_machines(llama: str) -> None:
-    args = estimate_command_parser().parse_args([llama, "--num_processes", "32", "--ranks_per_node", "8"])
+    words = [llama, "--num_processes", "32", "--ranks_per_node", "8"]
+    args = estimate._with_defaults(estimate_command_parser().parse_args(words))
     found = list(layouts.candidates(args, estimate._layout_options(args)))
     axes = ("dp_replicate", "dp_shard", "tp", "sp", "ep")
     sizes = [tuple(flags[f"parallel.{axis}_size"] for axis in axes) for flags in found]
@@ -281,7 +282,7 @@ def test_a_job_that_cannot_be_planned_is_refused(llama: str, words: list[str], m
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("words", ["--batch 4 --lora 16", "--fit 80GiB", "--json", "--load-in-4bit --optimizer SGD"])
+@pytest.mark.parametrize("words", ["--batch 1 --lora 16", "--fit 80GiB", "--json", "--load-in-4bit --optimizer SGD"])
 def test_options_of_a_rank_need_a_job(llama: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = [word.replace("-in-", "_in_") for word in words.split() if word.startswith("--")]
     assert main(["estimate", llama, *words.split()]) == 2

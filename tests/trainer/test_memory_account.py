@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_trainer.big_models.device_map import convert_file_size_to_int
-from accel_trainer.runtime.memory import size_in_words
+from accel_trainer.errors import size_in_words
 from accel_trainer.trainer.memory_account import advise, describe_peak
 from tests.trainer_jobs import build_trainer, on_ranks
 
