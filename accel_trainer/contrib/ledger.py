@@ -1,19 +1,25 @@
-"""The ledger of a step on tensors without memory: storages as they come and go, collectives, and operations."""
+"""The ledger of a step on tensors without memory: storages as they come and go, collectives, and operations.
+
+Behind it operations as GPUs do them, for a step that is taken on a CPU: what they keep for the backward is counted.
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from accel_trainer.runtime.side_stream import SideStream
 from accel_trainer.runtime.torch_names import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, GROUPED_MM, UNIT_EXCHANGES
 from accel_trainer.runtime.torch_private import OperationMode, joined_groups, tree_leaves
 
@@ -198,3 +204,133 @@ def noting_resizes(ledger: Ledger) -> Iterator[None]:
         yield
     finally:
         del torch.UntypedStorage.resize_
+
+
+# --- as on GPUs -------------------------------------------------------------------------------------------------------
+
+
+# fmt: off
+_IN_FP32 = frozenset((
+    "__pow__", "__rdiv__", "__rpow__", "acos", "asin", "binary_cross_entropy_with_logits", "cosh", "cosine_similarity",
+    "cosine_embedding_loss", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm", "kl_div", "l1_loss",
+    "hinge_embedding_loss", "layer_norm", "log", "log10", "log_softmax", "log1p", "log2", "margin_ranking_loss", "pow",
+    "mse_loss", "nll_loss", "norm", "prod", "reciprocal", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "sum",
+    "softmax", "softmin", "softplus", "tan", "triplet_margin_loss",
+))
+# fmt: on
+"""What autocast computes in fp32 on GPUs (torch 2.13, docs/source/amp.md); on CPUs it leaves most of it in 16 bits."""
+
+
+class EveryLayer(TorchFunctionMode):
+    """Models that drop layers by chance (LayerDrop: BART, OPT) keep them all, as the update of the peak does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.rand and args == ([],):
+            return torch.tensor(1.0)  # with a value, which a drawn number has not
+        return func(*args, **(kwargs or {}))
+
+
+class _AsOnGpu(EveryLayer):
+    """Autocast and dropout of GPUs, and attention without any, with which a CPU keeps the scores of all tokens."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:
+            with self:  # it holds in what a backward computes again, too
+                return _backward(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in _IN_FP32 and torch.is_autocast_enabled("cpu"):
+            args = [each.float() if _is_in_16_bits(each) else each for each in args]
+        if func is nn.functional.dropout:
+            return _dropout(*args, **(kwargs or {}))
+        if func is nn.functional.scaled_dot_product_attention:
+            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@contextmanager
+def kernels_of_gpus() -> Iterator[None]:
+    """Context in which code that asks for autocast without naming a device, as PEFT's, hears of that of the plan."""
+    inherited = torch.is_autocast_enabled
+    torch.is_autocast_enabled = lambda *device: inherited(*(device or ("cpu",)))
+    try:
+        with _AsOnGpu():
+            yield
+    finally:
+        torch.is_autocast_enabled = inherited
+
+
+def _is_in_16_bits(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Drop out by the operation of GPUs, which keeps a byte for each element, where a CPU keeps factors."""
+    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
+
+
+def _backward(
+    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+@contextmanager
+def one_document_in_each_row() -> Iterator[None]:
+    """Have models of transformers take rows for whole: from positions without values they make masks of documents."""
+    # 5.23, masking_utils.py:776. Such a mask is converted to 16 bits in every layer: 384 MiB in all of 12 layers for a
+    # row of 4,096 tokens, whose plan was 5.1 % too high for it.
+    masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    inherited = getattr(masks, name, None)
+    if inherited is None:
+        yield
+        return
+    setattr(masks, name, lambda position_ids: None)
+    try:
+        yield
+    finally:
+        setattr(masks, name, inherited)
+
+
+class _Packed(torch.autograd.Function):
+    """A product with weights of 4 bits: those of 16 are made for it and again in the backward, as by bitsandbytes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, packed: Tensor, shape: Sequence[int]) -> Tensor:
+        ctx.shape = shape
+        ctx.save_for_backward(packed)
+        return x @ x.new_empty(shape).t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient @ gradient.new_empty(ctx.shape), None, None
+
+
+def multiply_packed(module: Any, x: Tensor) -> Tensor:
+    """Stand in for the forward of bitsandbytes' `Linear4bit`, whose parameters want values."""
+    product: Tensor = _Packed.apply(x.to(module.compute_dtype or x.dtype), module.weight, module.quant_state.shape)
+    return (product if module.bias is None else product + module.bias).to(x.dtype)
+
+
+class _CopiesNothing(SideStream):
+    """The stream of a device that is planned for, beside the one that computes; host memory is not counted."""
+
+    def __init__(self) -> None:
+        pass
+
+    def empty_host(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+    def copy(self, source: Tensor, target: Tensor, *, is_held: bool = False) -> None:
+        pass
+
+    def mark(self) -> None:
+        pass
+
+    def hand_over(self, event: Any, tensors: Iterable[Tensor]) -> None:
+        pass
+
+
+def copy_beside(model: nn.Module) -> None:
+    """Have layers send what they keep to the host as on a GPU, where what is on its way is still on the device."""
+    for module in model.modules():
+        if (offload := getattr(vars(module).get("forward"), "offload", None)) is not None:
+            offload.copy_in(_CopiesNothing())

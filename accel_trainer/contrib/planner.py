@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,19 +19,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from accel_trainer.big_models.module_tensors import find_tied_parameters, retie_parameters
 from accel_trainer.checkpoint.shards import local_tensor
 from accel_trainer.config import Resolved
 from accel_trainer.config.parallel import AxisSizes, axis_sizes
 from accel_trainer.config.schema import MixedPrecision
-from accel_trainer.contrib.ledger import Call, Ledger, noting_resizes
+from accel_trainer.contrib.ledger import (
+    Call,
+    EveryLayer,
+    Ledger,
+    copy_beside,
+    kernels_of_gpus,
+    multiply_packed,
+    noting_resizes,
+    one_document_in_each_row,
+)
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import build_precision, scales_of
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext, job_set_aside
-from accel_trainer.runtime.side_stream import SideStream
 from accel_trainer.runtime.torch_private import (
     fake_tensors,
     join_fake_group,
@@ -276,53 +282,7 @@ def _take_memory(model: nn.Module) -> None:
             setattr(holder, name, torch.empty_like(scales, device="cpu"))
             module.register_buffer(f"_scales_{index}", getattr(holder, name), persistent=False)  # to be counted
         if hasattr(module, "_scales_0"):
-            vars(module)["forward"] = partial(_multiply_packed, module)
-
-
-class _Packed(torch.autograd.Function):
-    """A product with weights of 4 bits: those of 16 are made for it and again in the backward, as by bitsandbytes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, packed: Tensor, shape: Sequence[int]) -> Tensor:
-        ctx.shape = shape
-        ctx.save_for_backward(packed)
-        return x @ x.new_empty(shape).t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient @ gradient.new_empty(ctx.shape), None, None
-
-
-def _multiply_packed(module: Any, x: Tensor) -> Tensor:
-    """Stand in for the forward of bitsandbytes' `Linear4bit`, whose parameters want values."""
-    product: Tensor = _Packed.apply(x.to(module.compute_dtype or x.dtype), module.weight, module.quant_state.shape)
-    return (product if module.bias is None else product + module.bias).to(x.dtype)
-
-
-class _CopiesNothing(SideStream):
-    """The stream of a device that is planned for, beside the one that computes; host memory is not counted."""
-
-    def __init__(self) -> None:
-        pass
-
-    def empty_host(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
-
-    def copy(self, source: Tensor, target: Tensor, *, is_held: bool = False) -> None:
-        pass
-
-    def mark(self) -> None:
-        pass
-
-    def hand_over(self, event: Any, tensors: Iterable[Tensor]) -> None:
-        pass
-
-
-def _copy_beside(model: nn.Module) -> None:
-    """Have layers send what they keep to the host as on a GPU, where what is on its way is still on the device."""
-    for module in model.modules():
-        if (offload := getattr(vars(module).get("forward"), "offload", None)) is not None:
-            offload.copy_in(_CopiesNothing())
+            vars(module)["forward"] = partial(multiply_packed, module)
 
 
 # --- a step on tensors without memory ---------------------------------------------------------------------------------
@@ -346,7 +306,7 @@ class _Step:
             if isinstance(named, str)
             else named
         )
-        self.kernels: AbstractContextManager[Any] = _kernels_of_gpus() if workload.is_on_gpu else _EveryLayer()
+        self.kernels: AbstractContextManager[Any] = kernels_of_gpus() if workload.is_on_gpu else EveryLayer()
         self.compute_loss = workload.compute_loss or _loss_of
         self.end_of_forward = 0
         """The number of events before the first backward."""
@@ -357,7 +317,7 @@ class _Step:
         self.averages: list[Tensor] = []
         self.begin = 0
         """The number of events before the update whose peak counts."""
-        self.documents = nullcontext() if "position_ids" in self.batch else _one_document_in_each_row()
+        self.documents = nullcontext() if "position_ids" in self.batch else one_document_in_each_row()
 
     def run(self, unit: TrainUnit) -> None:
         """Take the step of a prepared model."""
@@ -399,7 +359,7 @@ class _Step:
     def _train(self) -> None:
         """Do an update's forwards and backwards. Micro-batches before the last one are alike; one stands for them."""
         if self.is_on_gpu:
-            _copy_beside(self.module)
+            copy_beside(self.module)
         num_steps, each = self.accumulation.num_steps, self.accumulation.sync_each_batch
         micro_batches = [(1, True)] if num_steps == 1 else [(num_steps - 1, each), (1, True)]
         for self.ledger.weight, syncs in micro_batches:
@@ -512,87 +472,6 @@ def _build_batch(model: nn.Module, workload: Workload) -> dict[str, Tensor]:
         per_row = name == "pixel_values" or type(model).__name__.endswith(_LABELS_PER_ROW)
         batch["labels"] = torch.zeros(inputs.shape[: 1 if per_row else 2], dtype=torch.long)
     return batch
-
-
-# fmt: off
-_IN_FP32 = frozenset((
-    "__pow__", "__rdiv__", "__rpow__", "acos", "asin", "binary_cross_entropy_with_logits", "cosh", "cosine_similarity",
-    "cosine_embedding_loss", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm", "kl_div", "l1_loss",
-    "hinge_embedding_loss", "layer_norm", "log", "log10", "log_softmax", "log1p", "log2", "margin_ranking_loss", "pow",
-    "mse_loss", "nll_loss", "norm", "prod", "reciprocal", "rsqrt", "sinh", "smooth_l1_loss", "soft_margin_loss", "sum",
-    "softmax", "softmin", "softplus", "tan", "triplet_margin_loss",
-))
-# fmt: on
-"""What autocast computes in fp32 on GPUs (torch 2.13, docs/source/amp.md); on CPUs it leaves most of it in 16 bits."""
-
-
-class _EveryLayer(TorchFunctionMode):
-    """Models that drop layers by chance (LayerDrop: BART, OPT) keep them all, as the update of the peak does."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.rand and args == ([],):
-            return torch.tensor(1.0)  # with a value, which a drawn number has not
-        return func(*args, **(kwargs or {}))
-
-
-class _AsOnGpu(_EveryLayer):
-    """Autocast and dropout of GPUs, and attention without any, with which a CPU keeps the scores of all tokens."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.backward:
-            with self:  # it holds in what a backward computes again, too
-                return _backward(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") in _IN_FP32 and torch.is_autocast_enabled("cpu"):
-            args = [each.float() if _is_in_16_bits(each) else each for each in args]
-        if func is nn.functional.dropout:
-            return _dropout(*args, **(kwargs or {}))
-        if func is nn.functional.scaled_dot_product_attention:
-            kwargs = {**(kwargs or {}), "dropout_p": 0.0}
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-@contextmanager
-def _kernels_of_gpus() -> Iterator[None]:
-    """Context in which code that asks for autocast without naming a device, as PEFT's, hears of that of the plan."""
-    inherited = torch.is_autocast_enabled
-    torch.is_autocast_enabled = lambda *device: inherited(*(device or ("cpu",)))
-    try:
-        with _AsOnGpu():
-            yield
-    finally:
-        torch.is_autocast_enabled = inherited
-
-
-def _is_in_16_bits(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-
-
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Drop out by the operation of GPUs, which keeps a byte for each element, where a CPU keeps factors."""
-    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
-
-
-def _backward(
-    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-) -> None:
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
-
-
-@contextmanager
-def _one_document_in_each_row() -> Iterator[None]:
-    """Have models of transformers take rows for whole: from positions without values they make masks of documents."""
-    # 5.23, masking_utils.py:776. Such a mask is converted to 16 bits in every layer: 384 MiB in all of 12 layers for a
-    # row of 4,096 tokens, whose plan was 5.1 % too high for it.
-    masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
-    inherited = getattr(masks, name, None)
-    if inherited is None:
-        yield
-        return
-    setattr(masks, name, lambda position_ids: None)
-    try:
-        yield
-    finally:
-        setattr(masks, name, inherited)
 
 
 # --- from the ledger to figures ---------------------------------------------------------------------------------------
