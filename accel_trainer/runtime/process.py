@@ -27,7 +27,6 @@ from accel_trainer import logging
 from accel_trainer.config import HangConfig
 from accel_trainer.config.dialects.environment import ATTEMPT_VARIABLE, RETURNS_VARIABLE
 from accel_trainer.errors import ConfigError, ProcessGroupError
-from accel_trainer.runtime.alike_group import join_alike_group
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.launchers import DEFAULT_PORT, LaunchInfo, bracket_ipv6, find_launch_info
 from accel_trainer.runtime.own_watch import (
@@ -40,7 +39,7 @@ from accel_trainer.runtime.own_watch import (
     unwatched,
 )
 from accel_trainer.runtime.progress import PROGRESS
-from accel_trainer.runtime.rank_loss import Survivors, close_connections, noting_connections
+from accel_trainer.runtime.rank_loss import Survivors, close_connections, join_alike_group, noting_connections
 from accel_trainer.runtime.torch_private import (
     clear_dtensor_caches,
     default_group,

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_trainer.errors import RankLostError
 from accel_trainer.runtime import rank_loss
-from accel_trainer.runtime.alike_group import join_alike_group
-from accel_trainer.runtime.rank_loss import LossNotice, Survivors, noting_connections
+from accel_trainer.runtime.rank_loss import LossNotice, Survivors, join_alike_group, noting_connections
 from tests.ranks import run_ranks
 
 
