@@ -20,7 +20,7 @@ from two_ranks import print_measured
 from accel_trainer import Trainer, TrainingArguments
 from accel_trainer.runtime.own_watch import current_watch
 from accel_trainer.runtime.slow_ranks import OFTEN, RARELY, PhaseSampler
-from accel_trainer.trainer.fingerprints import Fingerprints
+from accel_trainer.trainer.diagnostics import Fingerprints
 
 NUM_UPDATES, ROWS, LENGTH = 10, 2, 128
 PACES = {"slow ranks": RARELY, "slow ranks, while one is": OFTEN}

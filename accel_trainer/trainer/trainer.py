@@ -47,10 +47,9 @@ from accel_trainer.trainer.arguments.training_arguments import Seq2SeqTrainingAr
 from accel_trainer.trainer.checkpoint import upstream_files
 from accel_trainer.trainer.checkpoint.resuming import ResumingMethods, begin_pass, keeping_best, loading_by_override
 from accel_trainer.trainer.checkpoint.saving import RunCheckpoints, SavingMethods
+from accel_trainer.trainer.diagnostics import Fingerprints, UpdateProfile, explaining_memory
 from accel_trainer.trainer.evaluation import EvaluationPreempted, run_evaluation
-from accel_trainer.trainer.fingerprints import Fingerprints
-from accel_trainer.trainer.joining import TrainerHandover
-from accel_trainer.trainer.loop import EpochRun, WindowReader, take_back
+from accel_trainer.trainer.loop import EpochRun, TrainerHandover, WindowReader, take_back
 from accel_trainer.trainer.loss import (
     LossNormalization,
     count_items,
@@ -58,7 +57,6 @@ from accel_trainer.trainer.loss import (
     smoothing_chunks,
 )
 from accel_trainer.trainer.loss_spikes import LossSpikes
-from accel_trainer.trainer.memory_account import explaining_memory
 from accel_trainer.trainer.preparation import (
     ModelPreparation,
     TakenArguments,
@@ -69,7 +67,6 @@ from accel_trainer.trainer.preparation import (
     keeping_global_batch,
     load_model,
 )
-from accel_trainer.trainer.profiling import UpdateProfile
 from accel_trainer.trainer.run_clock import RunClock
 from accel_trainer.trainer.search import BatchSizeSearch, check_search, search_with_optuna
 from accel_trainer.trainer.signals import flags_of, share_metrics

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from accel_trainer.contrib.run_report.page import run_report
 from accel_trainer.errors import ConfigError, CorruptCheckpointError
-from accel_trainer.trainer.fingerprints import sum_of_bits
+from accel_trainer.trainer.diagnostics import sum_of_bits
 from tests.trainer_jobs import build_trainer, on_ranks
 
 _UPDATE = 3
@@ -64,7 +64,7 @@ def _resume(folder: str, *, strategy: str, bit: int | None = None) -> str:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("accel_trainer.trainer.fingerprints")
+    logger = logging.getLogger("accel_trainer.trainer.diagnostics")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     callbacks = [] if bit is None else [_Flip("model.layers.1.mlp.up_proj", bit, 0)]

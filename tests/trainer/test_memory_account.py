@@ -11,7 +11,7 @@ import torch
 
 from accel_trainer.big_models.device_map import convert_file_size_to_int
 from accel_trainer.errors import size_in_words
-from accel_trainer.trainer.memory_account import advise, describe_peak
+from accel_trainer.trainer.diagnostics import advise, describe_peak
 from tests.trainer_jobs import build_trainer, on_ranks
 
 _GIB = 2**30
