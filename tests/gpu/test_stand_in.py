@@ -233,14 +233,14 @@ def test_the_guard_looks_at_a_norm_where_it_is_and_not_on_the_current_device():
 @ALONE.add
 def compare_values_in_threads() -> set[int]:
     from accel_trainer.runtime.process import ProcessContext
-    from accel_trainer.strategies.fsdp2 import initial_values
+    from accel_trainer.strategies import broadcast_values
 
     def current(value: Tensor) -> int:
         return torch.accelerator.current_device_index()
 
     process = ProcessContext(1, 1, 2, 2, torch.device("stand_in:1"), None)
-    with mock.patch.object(initial_values, "_fact", current):
-        return set(initial_values._facts({"x": torch.ones(1, device="stand_in:1")}, process).values())
+    with mock.patch.object(broadcast_values, "_fact", current):
+        return set(broadcast_values._facts({"x": torch.ones(1, device="stand_in:1")}, process).values())
 
 
 def test_threads_that_compare_values_use_the_ranks_own_device():
@@ -328,10 +328,14 @@ def test_a_dataset_may_lie_on_the_device_already_and_batches_of_the_host_are_pin
 
 @ALONE.add
 def compare_values_of_devices() -> list[bool]:
-    from accel_trainer.strategies.fsdp2 import initial_values
+    from accel_trainer.strategies import broadcast_values
 
     value = torch.randn(9 << 20)  # more than two pinned buffers of 16 MiB
-    facts = [initial_values._fact(value.to("stand_in")), initial_values._fact(value + 1), initial_values._fact(value)]
+    facts = [
+        broadcast_values._fact(value.to("stand_in")),
+        broadcast_values._fact(value + 1),
+        broadcast_values._fact(value),
+    ]
     return [fact == facts[-1] for fact in facts]
 
 

@@ -31,9 +31,8 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.torch_private import flatten_mesh
 from accel_trainer.strategies.api import Capabilities, StepOutcome, Strategy, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_tensors, share_buffers_in_evaluation
-from accel_trainer.strategies.ddp import DDPStrategy
-from accel_trainer.strategies.fsdp2.strategy import check_output_is_seen, gather_in_generate, reshard_after_inference
 from accel_trainer.strategies.fsdp2.unit import FSDP2Unit, check_optimizer_can_shard, exchange_full_state
+from accel_trainer.strategies.fsdp2.wrapping import check_output_is_seen, gather_in_generate, reshard_after_inference
 from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.optimizers import parameters_of
 from accel_trainer.strategies.own_methods import refuse_copies, refuse_second_backward
@@ -175,7 +174,7 @@ class PreshardedStrategy(Strategy):
     def check(self, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
         """Refuse options that do not go together with the layout, and optimizers that cannot update shards."""
         if (sharded := find_sharded_at_load(job.model)) is None:
-            DDPStrategy().check(job, precision, process)
+            load_strategy("ddp").check(job, precision, process)
             return
         name, named = type(sharded).__name__, job.model.named_parameters()
         packed = next((n for n, p in named if isinstance(p, DTensor) and not is_sharded_or_replicated(p)), None)
@@ -206,7 +205,8 @@ class PreshardedStrategy(Strategy):
         model, sharded = job.model, find_sharded_at_load(job.model)
         if sharded is None:
             # Ranks along tp have the same gradients: the mean over all ranks is that over those that read other data.
-            return DDPStrategy().prepare(replace(job, evaluation_only=False), precision, process)
+            unit: NativeUnit = load_strategy("ddp").prepare(replace(job, evaluation_only=False), precision, process)
+            return unit
         if job.config.compile.backend != "no":
             described = job.resolved.describe("compile.backend")
             logger.warning(

@@ -6,19 +6,17 @@ import itertools
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, replace
-from functools import wraps
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.tensor import Shard
 
@@ -31,18 +29,18 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import AutocastForward, PrecisionPolicy, apply_autocast, apply_float8, keep_scales
 from accel_trainer.runtime.process import ProcessContext, form_group
 from accel_trainer.runtime.shared_order import SharedOrder
-from accel_trainer.runtime.torch_private import has_hooks, leaves_seen_by_fsdp
+from accel_trainer.runtime.torch_private import has_hooks
 from accel_trainer.runtime.transport import backend_takes_cpu
 from accel_trainer.strategies.api import Capabilities, Strategy, TrainJob
-from accel_trainer.strategies.broadcast_values import share_buffers_in_evaluation
-from accel_trainer.strategies.compile import apply_compile, repeated_blocks
-from accel_trainer.strategies.fsdp2.initial_values import (
+from accel_trainer.strategies.broadcast_values import (
     awaited_tensors,
     broadcast_differing,
     compare_values,
     fill_sharded_model,
     move_unsharded,
+    share_buffers_in_evaluation,
 )
+from accel_trainer.strategies.compile import apply_compile, repeated_blocks
 from accel_trainer.strategies.fsdp2.unit import (
     FSDP2Unit,
     check_optimizer_can_shard,
@@ -53,6 +51,9 @@ from accel_trainer.strategies.fsdp2.wrapping import (
     OuterUnits,
     Selection,
     attention_device,
+    check_output_is_seen,
+    gather_in_generate,
+    reshard_after_inference,
     select_modules,
     units_below_root,
     warn_of_one_unit,
@@ -71,7 +72,6 @@ from accel_trainer.strategies.single import (
     refuse_shared_memory,
     refuse_sparse_gradients,
 )
-from accel_trainer.tree import leaves
 
 logger = logging.get_logger(__name__)
 
@@ -119,49 +119,6 @@ def choose_regions(model: nn.Module, config: CompileConfig, layers: Sequence[nn.
             type(model).__name__, len(layers),
         )  # fmt: skip
     return config
-
-
-def reshard_after_inference(module: nn.Module, args: Any, output: Any) -> None:
-    """Give memory back after a forward without backward."""
-    # FSDP2 leaves parameters gathered for the backward, which never comes here: those of the root and of the head
-    # always, a block's with `reshard_after_forward=False`.
-    if not torch.is_grad_enabled():
-        module.reshard()  # type: ignore[operator]
-
-
-def gather_in_generate(model: nn.Module) -> None:
-    """Have a sharded model's own `generate`, if it has one, find the root's parameters gathered, as `forward` does.
-
-    It calls modules by themselves: an encoder of transformers reads embeddings that belong to the root.
-    """
-    if not callable(getattr(model, "generate", None)):
-        return
-    register_fsdp_forward_method(model, "generate")
-    gathering: Any = model.generate
-
-    @wraps(gathering)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        output = gathering(*args, **kwargs)
-        reshard_after_inference(model, args, output)
-        return output
-
-    model.generate = generate  # type: ignore[assignment]
-
-
-def check_output_is_seen(module: nn.Module, args: Any, output: Any) -> None:
-    """Refuse an output in which FSDP2 finds no tensor: it would never learn of the backward, and average nothing."""
-    if not torch.is_grad_enabled():
-        return
-    known = {id(leaf) for leaf in leaves_seen_by_fsdp(output)}
-    for leaf in leaves(output, is_leaf=lambda node: isinstance(node, Tensor)):
-        # Of an object of another class, its attributes.
-        held = [leaf] if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
-        if any(isinstance(each, Tensor) and each.requires_grad and id(each) not in known for each in held):
-            raise ConfigError(
-                f"the forward of {type(module).__name__} returns a {type(output).__name__}, in which FSDP2 finds no "
-                "tensors, so that their gradients would not be averaged; return a tensor, dict, tuple, dataclass or "
-                "ModelOutput, or register the class with torch.utils._pytree.register_pytree_node"
-            )
 
 
 class FSDP2Strategy(Strategy):

@@ -1,15 +1,17 @@
-"""Units of sharding of a model: which modules are gathered together, which stay whole, which are never gathered."""
+"""Units of sharding of a model: which modules are gathered together, for how long, and which never are."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence, Set
+from functools import wraps
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from accel_trainer import logging
 from accel_trainer.config import Resolved, WrapPolicy
@@ -17,12 +19,14 @@ from accel_trainer.config.parallel import given_plan
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import PrecisionPolicy, refuse_8bit_shards
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.torch_private import leaves_seen_by_fsdp
 from accel_trainer.strategies.api import TrainJob, WrapPolicyFunction
 from accel_trainer.strategies.layers import declared_blocks, select_layers
 from accel_trainer.strategies.parallel.meshes import sizes_of
 from accel_trainer.strategies.parallel.plans import Plan, plan_experts, plan_layers
 from accel_trainer.strategies.parallel.sequence_parallel import find_language_model
 from accel_trainer.strategies.parallel.tensor_parallel import check_loss
+from accel_trainer.tree import leaves
 
 logger = logging.get_logger(__name__)
 
@@ -288,3 +292,46 @@ def find_ignored_modules(model: nn.Module, resolved: Resolved) -> list[nn.Module
             raise ConfigError(f"{origin}: {pattern!r} matches the name of no submodule of {type(model).__name__}")
         found.extend(matches)
     return found
+
+
+def reshard_after_inference(module: nn.Module, args: Any, output: Any) -> None:
+    """Give memory back after a forward without backward."""
+    # FSDP2 leaves parameters gathered for the backward, which never comes here: those of the root and of the head
+    # always, a block's with `reshard_after_forward=False`.
+    if not torch.is_grad_enabled():
+        module.reshard()  # type: ignore[operator]
+
+
+def gather_in_generate(model: nn.Module) -> None:
+    """Have a sharded model's own `generate`, if it has one, find the root's parameters gathered, as `forward` does.
+
+    It calls modules by themselves: an encoder of transformers reads embeddings that belong to the root.
+    """
+    if not callable(getattr(model, "generate", None)):
+        return
+    register_fsdp_forward_method(model, "generate")
+    gathering: Any = model.generate
+
+    @wraps(gathering)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        output = gathering(*args, **kwargs)
+        reshard_after_inference(model, args, output)
+        return output
+
+    model.generate = generate  # type: ignore[assignment]
+
+
+def check_output_is_seen(module: nn.Module, args: Any, output: Any) -> None:
+    """Refuse an output in which FSDP2 finds no tensor: it would never learn of the backward, and average nothing."""
+    if not torch.is_grad_enabled():
+        return
+    known = {id(leaf) for leaf in leaves_seen_by_fsdp(output)}
+    for leaf in leaves(output, is_leaf=lambda node: isinstance(node, Tensor)):
+        # Of an object of another class, its attributes.
+        held = [leaf] if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(each, Tensor) and each.requires_grad and id(each) not in known for each in held):
+            raise ConfigError(
+                f"the forward of {type(module).__name__} returns a {type(output).__name__}, in which FSDP2 finds no "
+                "tensors, so that their gradients would not be averaged; return a tensor, dict, tuple, dataclass or "
+                "ModelOutput, or register the class with torch.utils._pytree.register_pytree_node"
+            )

@@ -187,7 +187,7 @@ def test_ranks_without_values_are_refused_unless_it_is_asked_for():
 
 def compare(case: str) -> Any:
     from accel_trainer.runtime.process import init_process, read_environment
-    from accel_trainer.strategies.fsdp2.initial_values import broadcast_differing, compare_values
+    from accel_trainer.strategies.broadcast_values import broadcast_differing, compare_values
 
     process = init_process(read_environment(), use_cpu=True)
     model = build()

@@ -22,8 +22,8 @@ from accel_trainer.data.plan import RoundRule, plan_rounds
 from accel_trainer.data.sampler import ShardedBatchSampler
 from accel_trainer.precision import build_precision
 from accel_trainer.strategies.api import TrainJob
+from accel_trainer.strategies.broadcast_values import Values
 from accel_trainer.strategies.fsdp2 import strategy
-from accel_trainer.strategies.fsdp2.initial_values import Values
 
 
 class Layout(NamedTuple):
