@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel_trainer import Accelerator
-from accel_trainer.techniques.activation_offload import ActivationOffload
+from accel_trainer.techniques.activations import ActivationOffload
 
 SIZES = {"hidden_size": 512, "intermediate_size": 1792, "num_hidden_layers": 10, "vocab_size": 128_000}
 TINY = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 512}

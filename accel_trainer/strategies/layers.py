@@ -1,17 +1,15 @@
-"""The layers of a model, and the activations that they keep: the same for every engine."""
+"""The layers of a model whose activations are treated as configured: the same for every engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.compile import repeated_blocks
-from accel_trainer.techniques.activation_checkpointing import check_policy, release_layers, treat_layers
-from accel_trainer.techniques.activation_offload import ActivationOffload
+from accel_trainer.techniques.activations import check_policy
 
 
 def declared_blocks(model: nn.Module) -> list[nn.Module]:
@@ -72,10 +70,3 @@ def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
     layers = [block for block in blocks if 2 * holds(block, blocks) <= len(blocks)]
     return [block for block in layers if not any(holds(other, [block]) for other in layers)]
-
-
-def treat_activations(job: TrainJob, layers: Sequence[nn.Module], device: torch.device) -> None:
-    """Have layers keep the configured activations for the backward. Before a module is compiled, sharded or wrapped."""
-    release_layers(job.model)  # those that an earlier prepare() has treated
-    offload = ActivationOffload(device) if job.config.activation_offload else None
-    treat_layers(layers, job.config.recomputation, offload)

@@ -32,9 +32,10 @@ from accel_trainer.strategies.api import (
 )
 from accel_trainer.strategies.compile import apply_compile
 from accel_trainer.strategies.gradients import LossScale
-from accel_trainer.strategies.layers import select_layers, treat_activations
+from accel_trainer.strategies.layers import select_layers
 from accel_trainer.strategies.optimizers import check_disjoint, check_optimizer_belongs
 from accel_trainer.strategies.parameter_state.torch_io import TorchCheckpointIO, state_follows_parameters
+from accel_trainer.techniques.activations import treat_activations
 from accel_trainer.techniques.backward_updates import BackwardUpdates
 from accel_trainer.techniques.ema import build_averages, check_averaging
 
@@ -85,7 +86,7 @@ def prepare_module(module: nn.Module, job: TrainJob, precision: PrecisionPolicy,
     apply_float8(module, precision)
     place(module, job, process)
     apply_autocast(module, precision)
-    treat_activations(job, select_layers(job), process.device)
+    treat_activations(job.model, select_layers(job), job.config, process.device)
     apply_compile(module, job.config.compile, job.compile_options)
 
 

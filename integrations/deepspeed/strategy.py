@@ -33,7 +33,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, Strategy, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states, share_buffers_in_evaluation
 from accel_trainer.strategies.compile import apply_compile
-from accel_trainer.strategies.layers import select_layers, treat_activations
+from accel_trainer.strategies.layers import select_layers
 from accel_trainer.strategies.optimizers import OptimizerPlaceholder, check_kind
 from accel_trainer.strategies.own_methods import (
     gather_in_save_pretrained,
@@ -52,6 +52,7 @@ from accel_trainer.strategies.single import (
     refuse_sparse_gradients,
     require_values,
 )
+from accel_trainer.techniques.activations import treat_activations
 from accel_trainer.techniques.ema import build_averages
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -220,7 +221,7 @@ class DeepSpeedStrategy(Strategy):
             return _replicate(job, precision, process)
         release_earlier(job.model)
         make_contiguous(job.model, "DeepSpeed")
-        treat_activations(job, select_layers(job), process.device)
+        treat_activations(job.model, select_layers(job), job.config, process.device)
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
         placeholder = optimizer if isinstance(optimizer, OptimizerPlaceholder) else None

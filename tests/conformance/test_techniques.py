@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.techniques import activation_offload
+from accel_trainer.techniques import activations
 from accel_trainer.techniques.muon import Muon, muon_groups
 from tests.cells import beyond
 from tests.conformance.models import GLOBAL_BATCH, build_model, build_optimizer, build_samples, collate
@@ -117,7 +117,7 @@ def train(layout: str, asked: Technique, folder: str = "", begin: int = 0) -> li
 
 def run_all(layout: str, folder: str) -> dict[str, Any]:
     """Return what each technique gives on this rank: numbers, those of a resumed run, or a refusal."""
-    activation_offload._LEAST_BYTES = 0
+    activations._LEAST_BYTES = 0
     found: dict[str, Any] = {}
     for number, (title, asked) in enumerate(TECHNIQUES.items()):
         try:

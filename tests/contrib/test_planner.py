@@ -309,7 +309,7 @@ def test_what_layers_keep_leaves_a_gpu_but_for_what_is_on_its_way(monkeypatch: p
     kept = activations(False, is_on_gpu=True)
     assert activations(True, is_on_gpu=True) == kept  # less than 512 MiB, which are on their way
     assert activations(True, is_on_gpu=False) == kept  # the host's memory is the device's
-    monkeypatch.setattr("accel_trainer.techniques.activation_offload._MOST_BYTES_IN_FLIGHT", 0)
+    monkeypatch.setattr("accel_trainer.techniques.activations._MOST_BYTES_IN_FLIGHT", 0)
     inputs_of_layers = 2 * 4 * 32 * 256 * 64
     assert activations(True, is_on_gpu=True) == pytest.approx(kept - inputs_of_layers, rel=0.01)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.techniques.activation_checkpointing import check_policy, release_layers, treat_layers
+from accel_trainer.techniques.activations import check_policy, release_layers, treat_layers
 from tests.loops import tiny_model
 
 POLICIES = ("full", "selective", "every:2", "every:5", "ops:aten.silu,aten.mm")

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accel_trainer.techniques import activation_offload
-from accel_trainer.techniques.activation_checkpointing import treat_layers
-from accel_trainer.techniques.activation_offload import ActivationOffload
+from accel_trainer.techniques import activations
+from accel_trainer.techniques.activations import ActivationOffload, treat_layers
 from tests import stand_in
 from tests.ranks import preload, run_ranks
 
-preload("accel_trainer.accelerator", "accel_trainer.techniques.activation_checkpointing")
+preload("accel_trainer.accelerator", "accel_trainer.techniques.activations")
 
 POLICIES = ("off", "full", "selective", "every:2", "ops:aten.silu")
 
@@ -159,7 +158,7 @@ def test_without_gradients_nothing_is_sent():
 def on_a_device(policy: str, most_bytes: int) -> dict[str, Any]:
     """Train on a device whose copies in streams of their own come late; return numbers, and what was on their way."""
     stand_in.install()
-    activation_offload._MOST_BYTES_IN_FLIGHT = most_bytes
+    activations._MOST_BYTES_IN_FLIGHT = most_bytes
     device = torch.device("stand_in", 0)
     noted = Noted("stand_in:0")
     found: dict[str, Any] = {"in flight": 0, "ahead": 0}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.techniques import activation_offload
+from accel_trainer.techniques import activations
 from tests.cells import beyond
 from tests.ranks import preload, run_ranks
 from tests.strategy_configs import config_of, marked
@@ -85,8 +85,8 @@ def train(layout: str, technique: str, dropout: float = 0.0, folder: str = "", r
     loader = torch.utils.data.DataLoader(samples(), batch_size=ROWS // accelerator.readers.world_size)
     model, optimizer, loader = accelerator.prepare(model, adamw(model), loader)
     torch.manual_seed(6)
-    send = activation_offload.ActivationOffload._send
-    activation_offload.ActivationOffload._send = lambda *args: calls.update(sent=calls["sent"] + 1) or send(*args)
+    send = activations.ActivationOffload._send
+    activations.ActivationOffload._send = lambda *args: calls.update(sent=calls["sent"] + 1) or send(*args)
     losses = []
     if resumes:
         accelerator.load_state(folder)
@@ -101,7 +101,7 @@ def train(layout: str, technique: str, dropout: float = 0.0, folder: str = "", r
             if index == 3 and folder and not resumes:
                 accelerator.save_state(folder)
     finally:
-        activation_offload.ActivationOffload._send = send
+        activations.ActivationOffload._send = send
     weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     assert list(accelerator.unwrap_model(model).state_dict()) == names
     accelerator.free_memory()
@@ -109,7 +109,7 @@ def train(layout: str, technique: str, dropout: float = 0.0, folder: str = "", r
 
 
 def train_all(layout: str, folder: str) -> dict[str, Any]:
-    activation_offload._LEAST_BYTES = 0
+    activations._LEAST_BYTES = 0
     found: dict[str, Any] = {}
     for technique in TECHNIQUES:
         try:

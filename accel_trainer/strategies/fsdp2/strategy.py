@@ -58,7 +58,6 @@ from accel_trainer.strategies.fsdp2.wrapping import (
     units_below_root,
     warn_of_one_unit,
 )
-from accel_trainer.strategies.layers import treat_activations
 from accel_trainer.strategies.own_methods import refuse_copies, refuse_second_backward
 from accel_trainer.strategies.parallel.meshes import Meshes, sizes_of
 from accel_trainer.strategies.parallel.sequence_parallel import shard_sequences
@@ -72,6 +71,7 @@ from accel_trainer.strategies.single import (
     refuse_shared_memory,
     refuse_sparse_gradients,
 )
+from accel_trainer.techniques.activations import treat_activations
 
 logger = logging.get_logger(__name__)
 
@@ -189,7 +189,7 @@ class FSDP2Strategy(Strategy):
         _prepare_unsharded(selection, precision, process.device)
         # Each of the next three puts a forward of its own on modules, around the one that is there: what is recomputed
         # in the backward is the innermost.
-        treat_activations(job, selection.treated, process.device)
+        treat_activations(job.model, selection.treated, job.config, process.device)
         self._shard_layers(job, selection, process)
         if precision.output is not None:
             # Of the whole model alone, and not by FSDP2's policy, which would cast logits that the loss was made of.

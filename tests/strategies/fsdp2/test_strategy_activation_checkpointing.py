@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from accel_trainer.techniques.activation_checkpointing import treat_layers
+from accel_trainer.techniques.activations import treat_layers
 from tests.ranks import preload
 from tests.scenarios import Scenarios, refused
 from tests.sharded import batch, build, full, own_rows, prepare

@@ -11,7 +11,7 @@ from transformers import HfArgumentParser
 
 from accel_trainer import TrainingArguments
 from accel_trainer.errors import ConfigError
-from accel_trainer.techniques import activation_offload
+from accel_trainer.techniques import activations
 from tests.trainer_jobs import arguments, build_trainer, summary
 
 # transformers 5.17 and 5.20 name it gradient_checkpointing.
@@ -71,7 +71,7 @@ def test_a_model_that_recomputes_by_itself_is_refused(tmp_path):
 
 @pytest.mark.parametrize("policy", ["selective", "every:2", "full"])
 def test_training_gives_the_same_bits(tmp_path, monkeypatch, policy: str):
-    monkeypatch.setattr(activation_offload, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(activations, "_LEAST_BYTES", 0)
     runs: list[dict[str, Any]] = []
     for options in ({}, {"activation_checkpointing_policy": policy, "activation_offload": True}):
         trainer = build_trainer(tmp_path, max_steps=2, **options)
