@@ -40,6 +40,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
+from accel_trainer.checkpoint.background import GatheredLater, NeedsValuesError
 from accel_trainer.checkpoint.disk import as_corrupt, check_regular, create_file, read_json
 from accel_trainer.checkpoint.interop.huggingface import find_weights, name_parameters
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -59,7 +60,6 @@ from accel_trainer.checkpoint.weights.adapters import (
     saved_names,
     trained_beside,
 )
-from accel_trainer.checkpoint.weights.gathered_later import GatheredLater, NeedsValuesError
 from accel_trainer.checkpoint.weights.into_model import names_by_tensor
 from accel_trainer.checkpoint.weights.weight_files import USERS_CLASS, distinct, full_state_dicts, gather_to_file
 from accel_trainer.data.position import Position

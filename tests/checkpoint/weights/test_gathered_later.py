@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from accel_trainer import Trainer
+from accel_trainer.checkpoint.background import GatheredLater
 from accel_trainer.checkpoint.publication import Publication
 from accel_trainer.checkpoint.safetensors_file import StagingMemory
-from accel_trainer.checkpoint.weights.gathered_later import GatheredLater
 from accel_trainer.runtime.process import init_process, read_environment
 from accel_trainer.trainer.checkpoint import upstream_files
 from tests.ranks import run_ranks
