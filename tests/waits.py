@@ -242,7 +242,7 @@ def stand_in_device() -> Iterator[RecordedStreams]:
         mock.patch("torch.get_device_module", return_value=streams),
         mock.patch.object(torch, "Event", RecordedEvent),
         mock.patch.object(Tensor, "record_stream", record_stream),
-        mock.patch("accel_trainer.data.device_copies._copy_stream", SideStream),
+        mock.patch("accel_trainer.runtime.side_stream._copy_stream", SideStream),
         mock.patch("accel_trainer.checkpoint.safetensors_file._copy_stream", SideStream),
         mock.patch("accel_trainer.checkpoint.safetensors_file.empty_pinned", empty_pinned),
         mock.patch("accel_trainer.strategies.single.require_values"),

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data.device_copies import DeviceCopies
 from accel_trainer.data.index_source import IndexSource, build_index_source, length_of
 from accel_trainer.data.iterable_source import ShardSource, SliceSource, build_stream_source
 from accel_trainer.data.metrics import keep_one_for_each
@@ -23,7 +22,7 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import scatter_objects
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.side_stream import has_streams
+from accel_trainer.runtime.side_stream import DeviceCopies, has_streams
 from accel_trainer.runtime.torch_private import LOADER_AT_REST, keeps_iterator
 from accel_trainer.runtime.whereabouts import section
 

@@ -68,7 +68,7 @@ def train_on_tpu() -> dict[str, Any]:
 
     stand_in.install("tpu", keeps_parameters=False)
     from accel_trainer import Accelerator
-    from accel_trainer.data.device_copies import logger
+    from accel_trainer.runtime.side_stream import logger
 
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
