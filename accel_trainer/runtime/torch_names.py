@@ -1,6 +1,7 @@
 """Privates of torch that accel_trainer uses: paths of names, texts of errors, and names of operations.
 
-`runtime/torch_private.py` has the functions that use them. A test asks the installed torch for each name.
+`torch_private.py`, and of DDP and FSDP2 `torch_engines.py`, has the functions that use them. A test asks the installed
+torch for each name.
 """
 
 from __future__ import annotations

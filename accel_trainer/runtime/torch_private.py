@@ -1,7 +1,8 @@
 """Every name of torch that accel_trainer uses and torch does not document, behind a name of our own.
 
-`PRIVATE_NAMES` has the consequence of a release without each; a test asks the installed torch for all of them, and
-another keeps them out of the other files. Functions that every step calls are bound here without a frame around them.
+Those of DDP and FSDP2 are in `torch_engines`. `PRIVATE_NAMES` has the consequence of a release without each; a test
+asks the installed torch for all of them, and another keeps them out of the other files. Functions that every step calls
+are bound here without a frame around them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import gc
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, reduce
@@ -31,7 +32,6 @@ from accel_trainer import logging
 from accel_trainer.errors import AccelTrainerError
 from accel_trainer.runtime.torch_names import (
     AGENT,
-    FSDP_UNIT,
     GROUP_REGISTRY,
     HANDLER,
     PRIVATE_NAMES,
@@ -54,7 +54,7 @@ def _gone(path: str) -> AccelTrainerError:
     )
 
 
-def _need(owner: Any, path: str) -> Any:
+def need(owner: Any, path: str) -> Any:
     """Return the attribute of `owner` that `path` ends with; refuse a release of torch without it."""
     try:
         return getattr(owner, path.rpartition(".")[2])
@@ -62,16 +62,17 @@ def _need(owner: Any, path: str) -> Any:
         raise _gone(path) from error
 
 
-def _find(owner: Any, path: str) -> Any:
+def find(owner: Any, path: str) -> Any:
     """Return the attribute of `owner` that `path` ends with; None without it, which is said once for each name."""
     found = getattr(owner, path.rpartition(".")[2], None)
     if found is None:
-        _say_missing(path)
+        say_missing(path)
     return found
 
 
 @cache
-def _say_missing(path: str) -> None:
+def say_missing(path: str) -> None:
+    """Log once that this release of torch has no `path`, and what the run goes on without."""
     consequence = PRIVATE_NAMES[path]
     logger.warning("torch %s has no %s; the run goes on without: %s", torch.__version__, path, consequence)
 
@@ -98,9 +99,6 @@ foreach_norm = _bind("torch", "_foreach_norm")
 foreach_zero_ = _bind("torch", "_foreach_zero_")
 queue_callback = _bind("torch.autograd", "Variable._execution_engine.queue_callback")
 """Have a function called when the backward pass that is running has ended."""
-_collect_grad_tensors = getattr(
-    importlib.import_module("torch.distributed.fsdp._common_utils"), "collect_grad_tensors", None
-)
 tree_leaves = _bind("torch.utils._pytree", "tree_leaves")
 default_group: Callable[[], dist.ProcessGroup] = _bind("torch.distributed.distributed_c10d", "_get_default_group")
 """The group of all ranks of the job."""
@@ -130,7 +128,7 @@ def operation_argument(operation: Any, names: Sequence[str], args: Sequence[Any]
     """
     if not hasattr(operation, "overloadpacket"):  # of higher order: it takes what it likes
         return None
-    schema = _need(operation, "torch.ops.aten.mm.default._schema")
+    schema = need(operation, "torch.ops.aten.mm.default._schema")
     for index, argument in enumerate(schema.arguments):
         if argument.name in names:
             given = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -140,7 +138,7 @@ def operation_argument(operation: Any, names: Sequence[str], args: Sequence[Any]
 
 def kept_results(context: Any) -> list[Any]:
     """Return the results that selective checkpointing's forward keeps: each has a tensor `val`, and `get_val`."""
-    storage = _need(context, "torch.utils.checkpoint._CachingTorchDispatchMode.storage")
+    storage = need(context, "torch.utils.checkpoint._CachingTorchDispatchMode.storage")
     return [leaf for leaf in tree_leaves(storage) if isinstance(getattr(leaf, "val", None), Tensor)]
 
 
@@ -153,7 +151,7 @@ def count_kept_alone(context: Any, keeps: Callable[[Any], bool]) -> None:
     always = getattr(torch.utils.checkpoint, "_RECOMPUTE", None)  # from torch 2.13 on, which counts all
     if always is None:
         return
-    noted = _need(context, "torch.utils.checkpoint._CachedTorchDispatchMode.storage").get
+    noted = need(context, "torch.utils.checkpoint._CachedTorchDispatchMode.storage").get
     uncounted = SimpleNamespace(get=lambda index: always)
 
     def find(key: Any) -> Any:
@@ -180,7 +178,7 @@ class AsWorker:
 
     def __init__(self, index: int, num_workers: int, dataset: Any) -> None:
         """`num_workers` 0: as in a process that is no worker."""
-        _need(worker, "torch.utils.data._utils.worker._worker_info")
+        need(worker, "torch.utils.data._utils.worker._worker_info")
         facts = {"id": index, "num_workers": num_workers, "seed": torch.initial_seed(), "dataset": dataset}
         self._info = worker.WorkerInfo(**facts) if num_workers else None
 
@@ -201,33 +199,33 @@ def is_worker_done(frame: FrameType | None) -> bool:
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Add an axis to a mesh's root, over all ranks of a submesh, under a name, and return it. Collective."""
-    axis: DeviceMesh = _need(mesh, "torch.distributed.device_mesh.DeviceMesh._flatten")(name)
+    axis: DeviceMesh = need(mesh, "torch.distributed.device_mesh.DeviceMesh._flatten")(name)
     return axis
 
 
 def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a mesh over the same ranks that has several axes in the place of one. Collective."""
     index = (mesh.mesh_dim_names or ()).index(axis)  # 2.11 refuses the names that it has: `in` stands for `not in`
-    cut: DeviceMesh = _need(mesh, "torch.distributed.device_mesh.DeviceMesh._unflatten")(index, sizes, names)
+    cut: DeviceMesh = need(mesh, "torch.distributed.device_mesh.DeviceMesh._unflatten")(index, sizes, names)
     return cut
 
 
 def clear_forward_hooks(module: nn.Module) -> None:
     """Take off the hooks that run around a module's forward, its submodules' not."""
     for name in ("_forward_hooks", "_forward_pre_hooks"):
-        _need(module, f"torch.nn.Module.{name}").clear()
+        need(module, f"torch.nn.Module.{name}").clear()
 
 
 def keeps_iterator(loader: dataloader.DataLoader[Any]) -> bool:
     """Whether a loader holds an iterator over its dataset other than that of its persistent workers."""
-    made_by_loaders = _find(dataloader, "torch.utils.data.dataloader._BaseDataLoaderIter") or ()
+    made_by_loaders = find(dataloader, "torch.utils.data.dataloader._BaseDataLoaderIter") or ()
     return any(isinstance(value, made_by_loaders) for name, value in vars(loader).items() if name != "_iterator")
 
 
 def check_scaler(scaler: torch.amp.GradScaler) -> None:
     """Refuse a scaler that `scaler_states` cannot read, since this release of torch keeps its notes elsewhere."""
     if scaler.is_enabled():
-        _need(scaler, "torch.amp.GradScaler._per_optimizer_states")
+        need(scaler, "torch.amp.GradScaler._per_optimizer_states")
 
 
 def scales_itself(optimizer: torch.optim.Optimizer) -> bool:
@@ -237,8 +235,8 @@ def scales_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 def compile_call(module: nn.Module, compiler: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Let calls of a module run a compiled version of the call that it has, hooks included."""
-    _need(nn.Module, "torch.nn.Module._compiled_call_impl")
-    module._compiled_call_impl = compiler(_need(module, "torch.nn.Module._call_impl"))
+    need(nn.Module, "torch.nn.Module._compiled_call_impl")
+    module._compiled_call_impl = compiler(need(module, "torch.nn.Module._call_impl"))
 
 
 def parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
@@ -260,7 +258,7 @@ def copy_module(
     copied.__dict__.update(module.__dict__)
     copiers: tuple[Callable[[Any], Any], ...] = copy_parameter, copy_buffer, copy_child
     for registry, copier in zip(("_parameters", "_buffers", "_modules"), copiers, strict=True):
-        entries: Mapping[str, Any] = _need(module, f"torch.nn.Module.{registry}")
+        entries: Mapping[str, Any] = need(module, f"torch.nn.Module.{registry}")
         # An entry of None is registered, and has no value yet.
         copied.__dict__[registry] = {name: None if entry is None else copier(entry) for name, entry in entries.items()}
     return copied
@@ -270,7 +268,7 @@ def tensor_registry(module: nn.Module, name: str) -> dict[str, Any] | None:
     """Return the dict in which a module keeps its parameter or buffer `name`; None where it has neither."""
     # Offloading exchanges tensors at each call of each layer; `nn.Module.__setattr__` would take most of that time.
     for registry in ("_parameters", "_buffers"):
-        entries: dict[str, Any] = _need(module, f"torch.nn.Module.{registry}")
+        entries: dict[str, Any] = need(module, f"torch.nn.Module.{registry}")
         if name in entries:
             return entries
     return None
@@ -278,122 +276,31 @@ def tensor_registry(module: nn.Module, name: str) -> dict[str, Any] | None:
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
     """Return the registry of a module's own parameters by name; a forward finds those that are put there."""
-    registry: dict[str, Any] = _need(module, "torch.nn.Module._parameters")
+    registry: dict[str, Any] = need(module, "torch.nn.Module._parameters")
     return registry
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """Return the registry of a module's own buffers by name."""
-    registry: dict[str, Tensor | None] = _need(module, "torch.nn.Module._buffers")
+    registry: dict[str, Tensor | None] = need(module, "torch.nn.Module._buffers")
     return registry
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Return the names of a module's own buffers that its state dict leaves out."""
-    return set(_need(module, "torch.nn.Module._non_persistent_buffers_set"))
+    return set(need(module, "torch.nn.Module._non_persistent_buffers_set"))
 
 
 def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
     """Return this rank's shard `local` as a DTensor with mesh, placements, shape and strides of `tensor`."""
     # As FSDP2 makes its parameters: `from_local` derives the same layout anew, in ten times the time. Of a load of
     # 419 MiB in 111 shards that was a tenth.
-    spec = _find(tensor, "torch.distributed.tensor.DTensor._spec")
+    spec = find(tensor, "torch.distributed.tensor.DTensor._spec")
     if spec is not None:
         return type(tensor)(local, spec, requires_grad=False)
     return type(tensor).from_local(
         local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride(), run_check=False
     )
-
-
-def exposed_exchange_seconds(replicas: nn.parallel.DistributedDataParallel) -> float | None:
-    """Return the mean time from the last gradient to the end of the exchange; None where DDP has measured none yet."""
-    # DDP takes the times of its first ten exchanges and of every hundredth one after them, whoever asks.
-    read = _find(replicas, "torch.nn.parallel.DistributedDataParallel._get_ddp_logging_data")
-    times = {} if read is None else read()
-    exchange = times.get("avg_backward_comm_time", 0)  # nanoseconds
-    return max(exchange - times["avg_backward_compute_comm_overlap_time"], 0) / 1e9 if exchange else None
-
-
-def abandon_exchange(replicas: nn.parallel.DistributedDataParallel) -> None:
-    """Let a DDP wrapper wait for no more gradients of a backward that an error has ended, or kept from beginning."""
-    # While somebody holds it, a traceback for instance, it takes those of the next wrapper's backward for its own.
-    reset = _find(replicas.reducer, "torch.distributed.Reducer._reset_state")
-    if reset is not None:
-        reset()
-
-
-def regroup_replicas(replicas: nn.parallel.DistributedDataParallel) -> None:
-    """Have a DDP wrapper exchange gradients over the job's present group, in the buckets that it had when made."""
-    # It rearranges them once, in the second forward, behind an exchange: where a rank is lost in that, some have done
-    # it and others not, and one that joins never had. Sums would be those of different parameters.
-    name = "torch.nn.parallel.DistributedDataParallel"
-    _need(replicas, f"{name}._update_process_group")(default_group())
-    parameters, are_sparse = _need(replicas, f"{name}._build_params_for_reducer")()
-    names = _need(replicas, f"{name}._build_debug_param_to_name_mapping")(parameters)
-    _need(replicas, f"{name}._ddp_init_helper")(parameters, are_sparse, names, replicas.static_graph)
-
-
-def why_not_regrouped(root: Any) -> str:
-    """Return why the groups of FSDP2's units cannot be replaced on this release of torch; empty where they can."""
-    if hasattr(root, "reset_iter_state"):
-        return ""
-    return f"torch {torch.__version__} cannot begin a forward of FSDP2 again (2.13 can)"
-
-
-def regroup_units(units: Sequence[Any], mesh: DeviceMesh) -> None:
-    """Have FSDP2's units, and all tensors on their mesh, use another mesh; drop what forward and backward have left.
-
-    Gradients of shards stay. The first of the units is the outermost one.
-    """
-    read = "torch.distributed.fsdp.FSDPModule._get_fsdp_state"
-    groups = [group for unit in units for group in _need(unit, read)()._fsdp_param_groups]
-    infos = {id(info): info for group in groups for info in (group.mesh_info, group.post_forward_mesh_info) if info}
-    # In place: shards, gradients, an optimizer's state and averages refer to it, each by a layout of its own.
-    for old in {id(info.mesh): info.mesh for info in infos.values()}.values():
-        vars(old).clear()
-        vars(old).update(vars(mesh))
-    for info in infos.values():
-        info.__post_init__()  # which takes the groups of its mesh
-    kept = _drop_unsharded(groups)
-    units[0].reset_iter_state()
-    for parameter, gradient in kept:
-        parameter.grad = gradient  # torch 2.15 drops it, and a rank that has voted has its step to make
-
-
-def _drop_unsharded(groups: Sequence[Any]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Have shards use the meshes that their groups have now, without what is unsharded; return them and gradients."""
-    kept = []
-    for group in groups:
-        group._all_gather_result = None  # whose end nobody waits for
-        for shard in group.fsdp_params:
-            shard._shard_mesh = shard._init_shard_mesh()
-            if "unsharded_accumulated_grad" in vars(shard):  # torch 2.15 keeps the parameter's own alone
-                shard.unsharded_accumulated_grad = None
-            if hasattr(shard, "_unsharded_param"):
-                shard._unsharded_param.grad = None
-            kept.append((shard.sharded_param, shard.sharded_param.grad))
-    return kept
-
-
-def guard_forward(replicas: nn.parallel.DistributedDataParallel, on_error: Callable[[RuntimeError], None]) -> None:
-    """Have `on_error` called where an exchange before a forward fails, which goes on without it; or raises.
-
-    Those are that of the order of buckets, in the second forward, and the broadcast of rank 0's buffers.
-    """
-    prepare = _need(replicas, "torch.nn.parallel.DistributedDataParallel._pre_forward")
-    if "_pre_forward" in vars(replicas):
-        return
-
-    def guarded(*inputs: Any, **kwargs: Any) -> Any:
-        try:
-            return prepare(*inputs, **kwargs)
-        except RuntimeError as error:
-            failure = error
-        on_error(failure)
-        replicas.require_forward_param_sync = False
-        return prepare(*inputs, **kwargs)
-
-    replicas._pre_forward = guarded  # type: ignore[method-assign]
 
 
 def completed_work(result: Any) -> dist.Work:
@@ -406,32 +313,21 @@ def completed_work(result: Any) -> dist.Work:
 
 def start_worker_anew(agent: SimpleElasticAgent, local_rank: int, environment: Mapping[str, str]) -> int:
     """Start the program of one of an elastic agent's workers anew, right behind `forget_worker`; return the pid."""
-    context = _need(agent, f"{AGENT}._pcontext")
+    context = need(agent, f"{AGENT}._pcontext")
     handler = context.subprocess_handlers[local_rank]
     # With the output files of the first one, which it goes on in. The agent, which has not looked at that one since,
     # takes it for the same worker.
     environment = {**context.envs[local_rank], **environment}
-    handler.proc = _need(handler, f"{HANDLER}._popen")(handler.proc.args, environment)
+    handler.proc = need(handler, f"{HANDLER}._popen")(handler.proc.args, environment)
     pid: int = handler.proc.pid
     return pid
 
 
 def forget_worker(agent: SimpleElasticAgent, local_rank: int) -> None:
     """Have torch's elastic agent go on without one of its workers, which has ended."""
-    worker = _need(agent, f"{AGENT}._pcontext").subprocess_handlers[local_rank].proc
+    worker = need(agent, f"{AGENT}._pcontext").subprocess_handlers[local_rank].proc
     worker.wait()
     worker.returncode = 0  # as the agent takes one that has come to its end
-
-
-def is_exchange_open(replicas: nn.parallel.DistributedDataParallel) -> bool:
-    """Whether a DDP wrapper still waits for gradients, when the backward is over: parameters took no part in it."""
-    check = _find(replicas.reducer, "torch.distributed.Reducer._check_reducer_finalized")
-    try:
-        if check is not None:
-            check()
-    except RuntimeError:
-        return True
-    return False
 
 
 def join_fake_group(rank: int, world_size: int) -> None:
@@ -451,56 +347,6 @@ def fake_tensors() -> AbstractContextManager[Any]:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no values, as those that operations give within `fake_tensors`."""
     return isinstance(tensor, getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ()))
-
-
-def leaves_seen_by_fsdp(output: Any) -> Sequence[Any]:
-    """Return the tensors that FSDP2 finds in a forward's output; it learns of the backward by these tensors."""
-    found: Sequence[Any] = (_collect_grad_tensors or tree_leaves)(output)
-    return found
-
-
-def watch_units(
-    units: Iterable[tuple[str, Any]],
-    on_gather: Callable[[str], None],
-    on_reduce: Callable[[str, list[str]], None],
-) -> None:
-    """Have functions called before units of FSDP2 gather for a forward, and before they reduce gradients.
-
-    They get the unit's name, which stands before it in `units`; `on_reduce` the names of its trained parameters, too,
-    that have no gradient on this rank.
-    """
-    for name, unit in units:
-        read = _find(unit, "torch.distributed.fsdp.FSDPModule._get_fsdp_state")
-        state = None if read is None else read()
-        for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):  # 2.11 has one
-            if group is None:
-                continue
-            if hasattr(group, "pre_forward") and hasattr(group, "post_backward"):
-                _watch_unit(group, name, on_gather, on_reduce)
-            else:
-                _say_missing(FSDP_UNIT)
-
-
-def _watch_unit(group: Any, name: str, on_gather: Callable[[str], None], on_reduce: Callable[..., None]) -> None:
-    gather, reduce = group.pre_forward, group.post_backward
-
-    def pre_forward(*args: Any, **kwargs: Any) -> Any:
-        on_gather(name)
-        return gather(*args, **kwargs)
-
-    def post_backward(*args: Any) -> None:
-        trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
-        missing = [each for each in trained if not _has_gradient(each)]
-        if group.reduce_grads and len(missing) < len(trained):  # else the unit reduces nothing
-            on_reduce(name, [each._param_fqn or each._module_info.param_name for each in missing])
-        reduce(*args)
-
-    group.pre_forward, group.post_backward = pre_forward, post_backward
-
-
-def _has_gradient(shard: Any) -> bool:
-    full = getattr(shard, "_unsharded_param", None)
-    return full is not None and (full.grad is not None or shard.unsharded_accumulated_grad is not None)
 
 
 def has_hooks(tensor: Tensor) -> bool:
@@ -633,7 +479,7 @@ def _repeat_heads(x: Tensor, groups: int) -> Tensor:
 
 def joined_groups() -> list[dist.ProcessGroup]:
     """Return the process groups that this process is in: the job's own, those of meshes, and the user's."""
-    return list(_need(_world, "torch.distributed.distributed_c10d._world.pg_map"))
+    return list(need(_world, "torch.distributed.distributed_c10d._world.pg_map"))
 
 
 @contextmanager
@@ -685,11 +531,11 @@ def count_groups_anew() -> None:
 
 def group_device_types(group: dist.ProcessGroup) -> list[torch.device]:
     """Return the kinds of device whose tensors a group carries."""
-    return list(_need(group, "torch.distributed.ProcessGroup._device_types"))
+    return list(need(group, "torch.distributed.ProcessGroup._device_types"))
 
 
 def _backends(group: dist.ProcessGroup) -> list[Any]:
-    get = _need(group, "torch.distributed.ProcessGroup._get_backend")
+    get = need(group, "torch.distributed.ProcessGroup._get_backend")
     return [get(device) for device in group_device_types(group)]
 
 
@@ -713,7 +559,7 @@ def begun_collectives() -> dict[str, int]:
     """Return the number of collectives that this rank has begun, by the name of the group. Callable from any thread."""
     counts: dict[str, int] = {}
     for group in joined_groups():
-        read = _find(group, "torch.distributed.ProcessGroup._get_sequence_number_for_group")
+        read = find(group, "torch.distributed.ProcessGroup._get_sequence_number_for_group")
         with suppress(RuntimeError):  # a backend that does not count
             counts[str(group.group_name)] = read() if read is not None else 0
     return counts
@@ -722,7 +568,7 @@ def begun_collectives() -> dict[str, int]:
 @contextmanager
 def recording_allocations(path: Path, device: torch.device) -> Iterator[None]:
     """Write the allocations of the block on a GPU, for pytorch.org/memory_viz; nothing of another device."""
-    record, dump = (_find(torch.cuda.memory, f"torch.cuda.memory._{name}") for name in SNAPSHOTS)
+    record, dump = (find(torch.cuda.memory, f"torch.cuda.memory._{name}") for name in SNAPSHOTS)
     if device.type != "cuda" or record is None or dump is None:
         yield
         return
@@ -737,7 +583,7 @@ def recording_allocations(path: Path, device: torch.device) -> Iterator[None]:
 def last_collective() -> str:
     """Return the last collective in torch's flight recorder, in words; empty where the backend records none."""
     module = sys.modules.get("torch._C._distributed_c10d")
-    dump = None if module is None else _find(module, "torch._C._distributed_c10d._dump_fr_trace_json")
+    dump = None if module is None else find(module, "torch._C._distributed_c10d._dump_fr_trace_json")
     entries = [] if dump is None else json.loads(dump() or b"{}").get("entries", [])
     if not entries:
         return ""
@@ -747,18 +593,18 @@ def last_collective() -> str:
 
 def remaining_restarts(agent: SimpleElasticAgent) -> int:
     """Return how often torch's elastic agent may still start its workers again."""
-    return int(_need(agent, f"{AGENT}._remaining_restarts"))
+    return int(need(agent, f"{AGENT}._remaining_restarts"))
 
 
 def end_restarts(agent: SimpleElasticAgent) -> None:
     """Have torch's elastic agent start its workers no more."""
-    _need(agent, f"{AGENT}._remaining_restarts")
+    need(agent, f"{AGENT}._remaining_restarts")
     agent._remaining_restarts = 0
 
 
 def restart_workers(agent: SimpleElasticAgent, group: Any) -> None:
     """Have torch's elastic agent end its workers, meet the other machines and start the workers anew."""
-    _need(agent, f"{AGENT}._restart_workers")(group)
+    need(agent, f"{AGENT}._restart_workers")(group)
 
 
 def forget_default_groups() -> None:

@@ -18,7 +18,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.memory import groups_left_behind
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import (
+from accel_trainer.runtime.torch_engines import (
     abandon_exchange,
     exposed_exchange_seconds,
     guard_forward,

@@ -24,13 +24,8 @@ from accel_trainer.errors import ConfigError, RankLostError
 from accel_trainer.precision import convert_to_fp32
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_order import SharedOrder
-from accel_trainer.runtime.torch_private import (
-    foreach_copy_,
-    queue_callback,
-    regroup_units,
-    watch_units,
-    why_not_regrouped,
-)
+from accel_trainer.runtime.torch_engines import regroup_units, watch_units, why_not_regrouped
+from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients
 from accel_trainer.strategies.gradients import LossScale, num_shards

@@ -19,7 +19,7 @@ from accel_trainer.config.parallel import given_plan
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.precision import PrecisionPolicy, refuse_8bit_shards
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.torch_private import leaves_seen_by_fsdp
+from accel_trainer.runtime.torch_engines import leaves_seen_by_fsdp
 from accel_trainer.strategies.api import TrainJob, WrapPolicyFunction
 from accel_trainer.strategies.layers import declared_blocks, select_layers
 from accel_trainer.strategies.parallel.meshes import sizes_of
