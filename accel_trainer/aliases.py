@@ -22,8 +22,8 @@ _ALIASES = {
         "launch:launch.entry_points merge:launch.entry_points test:launch.entry_points to_fsdp2:contrib.deepspeed_fsdp"
     ),
     "utils": (
-        "ao:utils dataclasses:utils deepspeed:utils environment:utils fsdp_utils:utils imports:utils memory:utils "
-        "modeling:utils offload:utils operations:utils other:utils random:utils versions:utils"
+        "ao:utils constants:utils dataclasses:utils deepspeed:utils environment:utils fsdp_utils:utils imports:utils "
+        "memory:utils modeling:utils offload:utils operations:utils other:utils random:utils versions:utils"
     ),
 }
 """By package: `NAME:PATH` of each module."""

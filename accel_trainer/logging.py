@@ -14,15 +14,8 @@ from typing import Any
 from accel_trainer.errors import ConfigError
 
 __all__ = [
-    "LEVEL_VARIABLE",
-    "RankLogger",
-    "current_rank",
-    "get_logger",
-    "set_level",
-    "set_rank",
-    "tqdm",
-    "write_stderr",
-]
+    "LEVEL_VARIABLE", "RankLogger", "current_rank", "get_logger", "set_level", "set_rank", "tqdm", "write_stderr",
+]  # fmt: skip
 
 LEVEL_VARIABLE = "ACCEL_TRAINER_LOG_LEVEL"
 

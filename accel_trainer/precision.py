@@ -19,22 +19,10 @@ from accel_trainer.runtime.model_wrappers import ReplacedForward
 from accel_trainer.tree import map_leaves, rebuild_mapping
 
 __all__ = [
-    "AutocastForward",
-    "ConvertOutputsToFp32",
-    "Float8Recipe",
-    "ModuleFilter",
-    "PrecisionPolicy",
-    "apply_autocast",
-    "apply_float8",
-    "build_precision",
-    "convert_model_to_fp8_ao",
-    "convert_outputs_to_fp32",
-    "convert_to_fp32",
-    "filter_linear_layers",
-    "find_first_last_linear_layers",
-    "has_ao_layers",
-    "remove_autocast",
-]
+    "AutocastForward", "ConvertOutputsToFp32", "Float8Recipe", "ModuleFilter", "PrecisionPolicy", "apply_autocast",
+    "apply_float8", "build_precision", "convert_model_to_fp8_ao", "convert_outputs_to_fp32", "convert_to_fp32",
+    "filter_linear_layers", "find_first_last_linear_layers", "has_ao_layers", "remove_autocast",
+]  # fmt: skip
 
 logger = get_logger(__name__)
 

@@ -22,17 +22,8 @@ from accel_trainer.big_models.module_hooks import (
 )
 
 __all__ = [
-    "AlignDevicesHook",
-    "CpuOffload",
-    "LayerwiseCastingHook",
-    "ModelHook",
-    "SequentialHook",
-    "UserCpuOffloadHook",
-    "add_hook_to_module",
-    "attach_align_device_hook",
-    "attach_align_device_hook_on_blocks",
-    "attach_execution_device_hook",
-    "attach_layerwise_casting_hooks",
-    "remove_hook_from_module",
+    "AlignDevicesHook", "CpuOffload", "LayerwiseCastingHook", "ModelHook", "SequentialHook", "UserCpuOffloadHook",
+    "add_hook_to_module", "attach_align_device_hook", "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook", "attach_layerwise_casting_hooks", "remove_hook_from_module",
     "remove_hook_from_submodules",
-]
+]  # fmt: skip

@@ -6,11 +6,6 @@ from accel_trainer.data.plan import BatchRows
 from accel_trainer.data.sampler import SeedableRandomSampler, ShardedBatchSampler
 
 __all__ = [
-    "BatchRows",
-    "PreparedDataLoader",
-    "SeedableRandomSampler",
-    "ShardedBatchSampler",
-    "prepare_data_loader",
-    "skip_first_batches",
-    "trim_gathered",
-]
+    "BatchRows", "PreparedDataLoader", "SeedableRandomSampler", "ShardedBatchSampler", "prepare_data_loader",
+    "skip_first_batches", "trim_gathered",
+]  # fmt: skip

@@ -44,23 +44,11 @@ from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
 from accel_trainer.tracking import mask_secrets, redact
 
 __all__ = [
-    "BaseConfig",
-    "ClusterConfig",
-    "cache_dir",
-    "default_config_file",
-    "default_json_config_file",
-    "default_yaml_config_file",
-    "env_command",
-    "env_command_parser",
-    "launch_command",
-    "launch_command_parser",
-    "load_config_from_file",
-    "merge_command",
-    "merge_command_parser",
-    "test_command",
-    "test_command_parser",
+    "BaseConfig", "ClusterConfig", "cache_dir", "default_config_file", "default_json_config_file",
+    "default_yaml_config_file", "env_command", "env_command_parser", "launch_command", "launch_command_parser",
+    "load_config_from_file", "merge_command", "merge_command_parser", "test_command", "test_command_parser",
     "write_basic_config",
-]
+]  # fmt: skip
 
 _PACKAGES = ("torch", "numpy", "transformers", "datasets", "evaluate", "safetensors", "huggingface_hub", "deepspeed")
 _REPORTED = re.compile(r"(ACCEL_TRAINER|ACCELERATE|FSDP|NCCL|GLOO|OMP|MASTER)_|CUDA_VISIBLE_DEVICES")

@@ -19,22 +19,8 @@ from accel_trainer.plugins.parallelism import ParallelismConfig
 from accel_trainer.strategies.comm_hooks import DDPCommunicationHookType
 
 __all__ = [
-    "AORecipeKwargs",
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DummyOptim",
-    "DummyScheduler",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "HfDeepSpeedConfig",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "ParallelismConfig",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "TorchDynamoPlugin",
-]
+    "AORecipeKwargs", "AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration", "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs", "DummyOptim", "DummyScheduler", "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs", "GradientAccumulationPlugin", "HfDeepSpeedConfig", "InitProcessGroupKwargs", "KwargsHandler",
+    "ParallelismConfig", "ProfileKwargs", "ProjectConfiguration", "TorchDynamoPlugin",
+]  # fmt: skip

@@ -39,16 +39,9 @@ from accel_trainer.techniques.backward_updates import BackwardUpdates
 from accel_trainer.techniques.ema import AveragedWeights
 
 __all__ = [
-    "Capabilities",
-    "CheckpointIO",
-    "HeldGradients",
-    "Layout",
-    "StepOutcome",
-    "Strategy",
-    "TrainJob",
-    "TrainUnit",
+    "Capabilities", "CheckpointIO", "HeldGradients", "Layout", "StepOutcome", "Strategy", "TrainJob", "TrainUnit",
     "WrapPolicyFunction",
-]
+]  # fmt: skip
 
 WrapPolicyFunction = Callable[[nn.Module], bool]
 """Called with every submodule; true makes it a unit of sharding."""

@@ -1,2 +1,1 @@
 from accel_trainer.utils import *
-from accel_trainer.utils.constants import *

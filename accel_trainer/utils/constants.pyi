@@ -1,0 +1,1 @@
+from accel_trainer.utils import *
