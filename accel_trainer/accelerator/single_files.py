@@ -1,4 +1,4 @@
-"""Objects in a file of their own, written once per job or node, and read as plain data.
+"""Objects in a file of their own, written once per job or node, and read as plain data; and a model's weights.
 
 Also a prepared model's or optimizer's state in the files of accelerate's functions for FSDP: one of full tensors, or a
 directory of torch.distributed.checkpoint to which each rank writes its shards, as the plugin's `state_dict_type` says.
@@ -8,11 +8,12 @@ Any number of ranks reads both, with either type. `save_state` writes all of a r
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,17 +22,26 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import Optimizer
 
+from accel_trainer.accelerator.accumulation import PreparedUnit
+from accel_trainer.accelerator.settings import AcceleratorSettings
+from accel_trainer.big_models.dispatch import is_offloaded, lazy_state_dict
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME
 from accel_trainer.checkpoint.interop.huggingface import export_weights, find_weights
 from accel_trainer.checkpoint.run_state import read_on_main
+from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.torch_files import PLAIN_ARRAYS, load_torch_file
 from accel_trainer.checkpoint.weights.adapters import is_peft_model
-from accel_trainer.checkpoint.weights.weight_files import distinct
+from accel_trainer.checkpoint.weights.weight_files import distinct, make_tensors, save_weights
+from accel_trainer.config import NonFiniteAction
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
+from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_module
+from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.process import ProcessContext, current_process
 from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO
+from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
 
 if TYPE_CHECKING:
     from accel_trainer import Accelerator
@@ -256,3 +266,128 @@ def _find(directory: Path, stem: str, index: int, in_shards: bool) -> Path:
             f"neither {full.name} nor {shards.name}/ is in {directory.absolute()}; give a directory that was saved to"
         )
     return present[0 if in_shards else -1]
+
+
+# --- methods of the Accelerator ---------------------------------------------------------------------------------------
+
+
+def _own_state(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
+    """Return the state_dict of a model that was never prepared, by the user's own names; offloaded weights are read."""
+    own = unwrap_module(model)
+    state = lazy_state_dict(own) if is_offloaded(own) else own.state_dict()
+    return {uncompiled_name(name): tensor for name, tensor in state.items()}
+
+
+class AcceleratorWeights(AcceleratorSettings):
+    """Saving of weights and single objects."""
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """Return the full state_dict of a prepared model on rank 0, by the user's parameter names.
+
+        Elsewhere `{}` where the strategy shards models; a replica's own tensors, not copied, where it does not.
+        Collective: every rank calls it. Of a model that was never prepared, each rank gets the rank's own.
+        """
+        found = self._find_unit(model)
+        if found is None:
+            return make_tensors(_own_state(model))
+        io = found.unit.checkpoint_io()
+        if self.process.is_main or self.strategy.capabilities.shards_parameters:
+            return io.full_model_state()
+        return {name: tensor() for name, tensor in io.lazy_model_state().items()}
+
+    def _find_unit(self, model: nn.Module) -> PreparedUnit | None:
+        """Return the unit of a model; None for one that was never prepared, and is full on this rank."""
+        found = self._prepared.find(model)
+        if found is None and model_has_dtensor(model):
+            self._prepared.get(model)  # says that it was not prepared here
+        if found is not None and found.unit.local_replicas is not None and found.unit.local_replicas.is_apart:
+            logger.warning_once(
+                "replicas of %s differ within a LocalSGD block: these are rank 0's weights; leave the block first "
+                "for those of all", type(found.unit.module).__name__,
+            )  # fmt: skip
+        return found
+
+    @contextmanager
+    def averaged_weights(self, model: nn.Module) -> Iterator[None]:
+        """Context in which `model` has the averages of its weights that `ema_decay` keeps, to evaluate or to save it.
+
+        After it the model has its own weights again, bit for bit. Every rank enters it; nothing is communicated. Before
+        the first update, the weights are their own average. Frozen parameters and buffers stay as they are.
+
+        Raises:
+            ConfigError: no averages are kept of this model; the block is entered twice. Within it, `optimizer.step()`
+                and `save_state()` are errors.
+        """
+        unit = self._prepared.get(model).unit
+        if unit.averages is None:
+            raise ConfigError(
+                f"averaged_weights() was called for {type(unit.module).__name__}, and no averages of its weights are "
+                "kept; set ema_decay, 0.999 for instance, and prepare the model with its optimizer"
+            )
+        with unit.averaged_weights():
+            yield
+
+    @section("save")
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+        *,
+        averaged: bool = False,
+    ) -> None:
+        """Write the model's weights to `save_directory`. Collective: every rank calls it.
+
+        One parameter is unsharded at a time: no process ever holds the full model for it. Of a model that was never
+        prepared, rank 0's weights are written.
+
+        Args:
+            max_shard_size: larger models are written as several files with an index.
+            safe_serialization: False writes `pytorch_model.bin` instead of safetensors, and removes those of an earlier
+                save in the directory: readers would take them first.
+            averaged: write the averages that `ema_decay` keeps, in the dtypes of the weights.
+
+        Raises:
+            ConfigError: `save_directory` is a file; `averaged`, and no averages are kept of this model.
+            DiskFullError: there is no room.
+            NonFiniteError: weights are NaN or infinite, and `on_nonfinite` is not "warn".
+            ProcessGroupError: rank 0 could not write.
+        """
+        directory = Path(save_directory)
+        if directory.is_file():
+            raise ConfigError(f"save_directory {str(directory.absolute())!r} is a file; give a directory")
+        found = self._find_unit(model)
+        if found is None and self.process.is_distributed:
+            logger.warning(f"{type(model).__name__} was not prepared: its weights on rank 0 are saved")
+        if found is not None:
+            self._check_weights([found], f"save_model to {directory}")
+        # Errors of the writing are raised after the last tensor has been gathered: the ranks stay in step.
+        with (
+            self.averaged_weights(model) if averaged else nullcontext(),
+            raise_together(self.process, f"save_model to {directory}"),
+        ):
+            state = _own_state(model) if found is None else found.unit.checkpoint_io().lazy_model_state()
+            save_weights(
+                state, directory, max_shard_size, safe_serialization=safe_serialization, writes=self.process.is_main
+            )
+
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
+        """Write `obj` to `f` on rank 0 (on each node's first rank with `save_on_each_node`); a no-op elsewhere."""
+        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization, process=self.process)
+
+    @property
+    def _saving_process(self) -> ProcessContext:
+        """This process among those that save."""
+        return self._checkpointer.alone or self.process
+
+    def _check_weights(
+        self, units: Iterable[PreparedUnit], section: str, doing: Literal["save", "load"] = "save"
+    ) -> bool:
+        """Refuse to save, or to go on from, weights that are no numbers. Collective."""
+        # The guard's look is one of all ranks; a main process that saves alone looks at the weights.
+        if self.nonfinite_guard is not None and doing == "save" and self._checkpointer.alone is None:
+            self.nonfinite_guard.look()
+        named = [item for prepared in units for item in prepared.unit.module.named_parameters()]
+        is_forced = self.config.on_nonfinite is NonFiniteAction.WARN
+        return check_weights(named, section, self._saving_process, is_forced=is_forced, doing=doing)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_trainer import Accelerator, ProjectConfiguration
-from accel_trainer.accelerator import checkpointing
+from accel_trainer.accelerator import single_files
 from accel_trainer.errors import ConfigError, NonFiniteError
 from accel_trainer.runtime.nonfinite import check_weights
 from tests.ranks import preload, run_ranks
@@ -151,7 +151,7 @@ def test_r14_a_load_looks_at_weights_that_the_save_has_not_seen_as_they_are(
         model.weight.data[1, 2] = 1e6
         return accelerator, accelerator.prepare(model.to(dtype))
 
-    monkeypatch.setattr(checkpointing, "check_weights", look)
+    monkeypatch.setattr(single_files, "check_weights", look)
     accelerator, model = prepare()
     accelerator.save_state(tmp_path / "good")
     accelerator.load_state(tmp_path / "good")
