@@ -96,7 +96,7 @@ class LossNormalization:
         """Return the loss of a micro-batch, as its part of the mean over the update."""
         reader, kind = trainer._reader, self.kind
         is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such attribute
-        if trainer.divides_as_upstream:
+        if trainer.divides_as_upstream or reader is None:  # outside of train(), a script takes steps by itself
             return _divided_as_upstream(trainer, loss, is_scaled, has_items=has_items)
         if kind is None:
             return loss  # the update has one micro-batch, on one process
@@ -104,8 +104,6 @@ class LossNormalization:
             kind = LossKind.BY_ITEMS if is_scaled else LossKind.ROW_MEAN
         elif self.is_multiplied:
             loss = loss / trainer.accelerator.readers.world_size
-        if reader is None:
-            return loss if kind is LossKind.BY_ITEMS else loss / trainer.current_gradient_accumulation_steps
         over_ranks = trainer.args.average_tokens_across_devices
         shifts_labels = trainer._loss_shifts_labels
         return reader.weigh(loss, kind, has_items=has_items, over_ranks=over_ranks, shifts_labels=shifts_labels)

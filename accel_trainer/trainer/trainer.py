@@ -120,6 +120,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
     arguments_class: type[TrainingArguments] = TrainingArguments
     neftune_hook_handle: Any = None
     _reader: WindowReader | None = None
+    current_gradient_accumulation_steps = 1
     _modules: tuple[nn.Module, ...] = ()
     """Of the model as the epoch began, where none has a train() of its own."""
     _schedule_of_both: Any = None

@@ -506,6 +506,19 @@ def test_a_step_that_a_script_takes_by_itself_is_that_of_a_plain_loop(tmp_path):
         torch.testing.assert_close(parameter.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_a_step_of_a_loop_of_ones_own_is_divided_as_upstream_divides_it(tmp_path):
+    """A subclass with upstream's loop in its place says how many micro-batches its window has."""
+    trainer = Trainer(build_model(), arguments(tmp_path), train_dataset=TokenDataset(4))
+    batch = next(iter(trainer.get_train_dataloader()))
+    whole = trainer.model(**batch).loss.item()
+    num_labels = (batch["labels"][:, 1:] != -100).sum()
+    trainer.current_gradient_accumulation_steps = 2
+
+    assert trainer.training_step(trainer.model, dict(batch)).item() == pytest.approx(whole / 2, rel=1e-6)
+    by_items = trainer.training_step(trainer.model, dict(batch), 2 * num_labels)
+    assert by_items.item() == pytest.approx(whole / 2, rel=1e-6)
+
+
 def test_gradients_are_gone_after_an_update(tmp_path):
     trainer = run_step(tmp_path, build_model())
 
