@@ -302,7 +302,8 @@ class IndexSource:
 
     def resume(self, position: Position) -> None:
         """Begin the next pass of an epoch at `position`."""
-        check_length(self._dataset, position)
+        before = self.epoch, self.sampler.order_seed
+        check_length(self, self._dataset, position)
         followed = self._followed
         if position.seed is not None and (followed is None) != (position.generator is None):
             has = "no generator of its own" if followed is None else "a generator of its own"
@@ -310,7 +311,7 @@ class IndexSource:
                 f"the state is that of a loader {'with' if followed is None else 'without'} a generator of its own, "
                 f"which draws the order, and this one has {has}; give the DataLoader what it had then"
             )
-        sampler, before = self.sampler, (self.epoch, self.sampler.order_seed)
+        sampler = self.sampler
         self.set_epoch(position.epoch)
         if position.seed is not None:
             sampler.order_seed = position.seed
@@ -421,10 +422,14 @@ def length_of(dataset: Any) -> int | None:
         return None
 
 
-def check_length(dataset: Any, position: Position) -> None:
+def check_length(source: Any, dataset: Any, position: Position) -> None:
     """Raise unless a dataset is as long as the one that a position was taken from, where both lengths are known."""
-    length = length_of(dataset)
-    if None not in (length, position.dataset_length) and length != position.dataset_length:
+    if length_of(dataset) in (None, position.dataset_length) or position.dataset_length is None:
+        return
+    before = source.epoch
+    source.set_epoch(position.epoch)  # some are as long as their epoch says
+    if (length := length_of(dataset)) != position.dataset_length:
+        source.set_epoch(before)
         raise IncompatibleCheckpointError(
             f"the state was saved after {position.samples} samples of a dataset of {position.dataset_length}, and this "
             f"loader's dataset has {length}; prepare the loader over the same dataset. To go over to another one, turn "

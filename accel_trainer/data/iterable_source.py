@@ -201,7 +201,7 @@ class _StreamSource:
     def resume(self, position: Position) -> None:
         """Begin the next pass of an epoch at `position`."""
         stream = self._stream
-        check_length(stream.dataset, position)
+        check_length(self, stream.dataset, position)
         if position.samples:
             self._check_resumable(position)
         if position.seed is not None:

@@ -328,6 +328,36 @@ def test_another_dataset_another_reading_and_another_kind_are_refused() -> None:
     assert sequential.epoch == 3
 
 
+class Growing:
+    """Has a sample more in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.num_samples = SAMPLES + epoch
+
+
+class GrowingNumbers(Growing, Numbers):
+    pass
+
+
+class GrowingStream(Growing, Sized):
+    pass
+
+
+@pytest.mark.parametrize("kind", [GrowingNumbers, GrowingStream])
+def test_a_dataset_whose_length_depends_on_the_epoch_goes_on_in_it(kind: type) -> None:
+    def loader() -> PreparedDataLoader:
+        return prepare(DataLoader(kind(SAMPLES), GLOBAL_BATCH, collate_fn=collate), use_stateful_dataloader=True)
+
+    begun, resumed = loader(), loader()
+    begun.set_epoch(2)
+    reading = iter(begun)
+    read = [next(reading), next(reading)]
+    state = begun.state_dict()
+    resumed.load_state_dict(state)
+    assert [number for batch in (*read, *resumed) for number in batch] == list(range(SAMPLES + 2))
+    refuse(loader(), {**state, "dataset_length": SAMPLES + 1}, "dataset of 38, .* dataset has 39")
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_of_torchdata_is_one_of_torch(workers: int) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
