@@ -1,6 +1,7 @@
 """Re-exports: options, collectives and small functions, at the path that users of similar libraries expect.
 
-Submodules of theirs (`utils.operations`, `utils.dataclasses`, ...) are this module under another name.
+Submodules of theirs (`utils.operations`, `utils.constants`, ...) are this module under another name. Names of files and
+releases and closed sets of words, which nothing of ours reads, stand here.
 """
 
 from __future__ import annotations
