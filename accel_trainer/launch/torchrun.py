@@ -42,6 +42,7 @@ from accel_trainer.launch.rendezvous import (
     lost,
 )
 from accel_trainer.logging import write_stderr
+from accel_trainer.runtime.availability import set_variables
 from accel_trainer.runtime.preemption import PREEMPTED_EXIT_CODE
 from accel_trainer.runtime.rank_loss import LossNotice
 from accel_trainer.runtime.torch_private import (
@@ -623,19 +624,11 @@ def changed_variables(values: Mapping[str, str | None]) -> Iterator[None]:
     """Set variables of this process, or remove those that are None, for a while."""
     # Only those that differ: what else the code of the block sets, a function of a notebook for one, stays.
     before = {name: os.environ.get(name) for name, value in values.items() if os.environ.get(name) != value}
-    _set_variables({name: values[name] for name in before})
+    set_variables({name: values[name] for name in before})
     try:
         yield
     finally:
-        _set_variables(before)
-
-
-def _set_variables(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        set_variables(before)
 
 
 @contextlib.contextmanager

@@ -470,7 +470,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(before)
+        set_variables(before)
 
 
 @contextlib.contextmanager
@@ -514,13 +514,14 @@ def _purge_after(function: Any) -> Any:
         try:
             return function(*args, **kwargs)
         finally:
-            _restore({name: before.get(name) for name in {*os.environ, *before} if name.startswith(_PREFIXES)})
+            set_variables({name: before.get(name) for name in {*os.environ, *before} if name.startswith(_PREFIXES)})
 
     run._purges_environment = True  # type: ignore[attr-defined]
     return run
 
 
-def _restore(variables: Mapping[str, str | None]) -> None:
+def set_variables(variables: Mapping[str, str | None]) -> None:
+    """Set variables of this process, or remove those that are None."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
