@@ -74,6 +74,8 @@ FAULT_ARGS ?=
 LOSS_ARGS ?=
 # Without a server that is gone for 30 s: make test-stores STORES_ARGS="-m 'not slow'"
 STORES_ARGS ?=
+# As in CI: make test-ray RAY_ARGS="-m 'not slow'"
+RAY_ARGS ?=
 # Some of the families: make test-families FAMILY_ARGS="--only qwen.*"
 FAMILY_ARGS ?=
 # Some of the odd things: make test-odd ODD_ARGS="--only tied.* --on zero3"
@@ -177,7 +179,7 @@ test-ecosystem: $(VENV)/.installed .compat/ecosystem/.installed ## run the tests
 
 .PHONY: test-ray
 test-ray: $(VENV)/.installed .compat/ray/.installed ## run the tests with a local Ray: Train, Tune and Data
-	$(call with_path,ray) $(PYTEST) $(or $(TESTS),tests/ecosystem/test_ray.py)
+	$(call with_path,ray) $(PYTEST) $(RAY_ARGS) $(or $(TESTS),tests/ecosystem/test_ray.py)
 
 .PHONY: test-skypilot
 test-skypilot: $(VENV)/.installed .compat/skypilot/.installed ## read printed tasks with SkyPilot's own parser
