@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from accel_trainer.launch.cli import main
 from tests.ranks import run_ranks
+from tests.warm import fork_programs
 
 
 def run_command(words: list[str], output: str) -> int:
@@ -14,6 +16,8 @@ def run_command(words: list[str], output: str) -> int:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    tempfile.tempdir = None  # the one of TMPDIR in this environment
+    fork_programs()
     return main(words)
 
 

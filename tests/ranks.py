@@ -57,6 +57,8 @@ _IMPORTED_LATE = {
     # What a first model imports, of which losses for object detection, with scipy, are a second.
     "transformers.models.auto.modeling_auto": ("transformers.models.llama.modeling_llama",),
 }
+PYTHONPATH = os.environ.get("PYTHONPATH", "")
+"""Of this interpreter: in a rank, of the server."""
 RETURNS = "ACCEL_TRAINER_RETURNS_AS"
 """Of a process in the place of another: where it ends by itself, the launcher is to tell the others."""
 _SCRUBBED_PREFIXES = ("ACCELERATE_", "ACCEL_TRAINER_", "FSDP_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")

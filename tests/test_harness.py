@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
 
+from tests import warm
 from tests.conftest import compile_collectives
 from tests.ranks import RankFailure, run_ranks
 
@@ -285,3 +286,31 @@ def test_a_lock_of_a_killed_compiler_ends_the_run_and_is_named(tmp_path: Path, m
     )
     with pytest.raises(pytest.exit.Exception, match=message):
         compile_collectives()
+
+
+PROGRAM = """
+import atexit, multiprocessing, os, signal, sys, threading
+print(sys.argv[1:], __name__, sys.path[0], os.getcwd(), os.environ["OWN"], os.getsid(0) == os.getpid())
+print(sorted(os.listdir("/proc/self/fd")), signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+print(multiprocessing.current_process().name, multiprocessing.parent_process(), sys.stdin.read(), flush=True)
+threading.Timer(0.1, print, ["late"]).start()
+atexit.register(print, "last")
+sys.excepthook = (lambda *error: sys.exit(76)) if sys.argv[1] == "hook" else sys.excepthook
+exec({"text": "sys.exit('text')", "code": "sys.exit(7)", "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+      "ctrl-C": "raise KeyboardInterrupt", "end": ""}.get(sys.argv[1], "raise ValueError(3)"))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads Linux's /proc")
+@pytest.mark.parametrize("kind", ["script", "-c", "-m"])
+@pytest.mark.parametrize("ending", ["end", "text", "code", "error", "hook", "ctrl-C", "killed"])
+def test_a_program_that_is_forked_is_as_one_that_is_started(kind: str, ending: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    words = {"script": ["program.py"], "-c": ["-c", PROGRAM], "-m": ["-m", "program"]}[kind]
+    options = {"cwd": tmp_path, "env": {**os.environ, "OWN": "1"}, "input": "read", "start_new_session": True}
+    options |= {"capture_output": True, "text": True}
+    command = [sys.executable, *words, ending, "--lr", "1 e"]
+    forked, started = warm.run(command, **options), subprocess.run(command, **options)
+    assert (forked.returncode, forked.stdout) == (started.returncode, started.stdout)
+    assert forked.stderr.splitlines()[-1:] == started.stderr.splitlines()[-1:]
+    assert "warm.py" not in forked.stderr

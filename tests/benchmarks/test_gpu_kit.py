@@ -6,14 +6,13 @@ import contextlib
 import importlib
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import stand_in
+from tests import stand_in, warm
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator", "accel_trainer.trainer.trainer", "transformers.models.llama.modeling_llama")
@@ -24,7 +23,7 @@ KIT = ROOT / "benchmarks" / "gpu" / "kit.py"
 
 def kit(*arguments: str, fails: bool = False) -> str:
     command = [sys.executable, str(KIT), *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    finished = warm.run(command, capture_output=True, text=True, check=False)
     assert (finished.returncode != 0) == fails, finished.stdout + finished.stderr
     return finished.stdout + finished.stderr
 

@@ -4,7 +4,6 @@ import copy
 import gc
 import logging
 import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from accel_trainer.data import (
     skip_first_batches,
 )
 from accel_trainer.errors import ConfigError
+from tests import warm
 from tests.cells import crossed
 from tests.number_sets import SEED, Batches, EndsWithin, Numbers, context, prepare, valid_ids
 from tests.ranks import run_ranks
@@ -614,7 +614,7 @@ def test_a_server_of_workers_imports_torch_and_the_dataset_unless_a_user_chose_w
     (tmp_path / "parents.py").write_text(DATASET)
     (tmp_path / "served.py").write_text(SERVED)
     command = [sys.executable, "-m", "served", *own]
-    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True).stdout
+    printed = warm.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True).stdout
     assert printed.splitlines()[-1] == str([is_imported] * 4)
 
 

@@ -17,7 +17,10 @@ from accel_trainer.config import resolve
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.launch.flags import parse_options
 from accel_trainer.launch.hosts import HostJob, plan_hosts, run_on_hosts
-from tests.ranks import free_port
+from tests import warm
+from tests.ranks import free_port, preload, run_ranks
+
+preload("deepspeed")
 
 PROGRAMS = ("pdsh", "ssh", "ompi_info", "mpirun", "mpiname", "sinfo", "srun")
 
@@ -147,6 +150,11 @@ def test_without_deepspeed_the_extra_is_named(tmp_path: Path, monkeypatch: pytes
         plan(tmp_path, "a slots=1")
 
 
+def run_from_fork(job: HostJob, command: list[str], environ: dict[str, str]) -> int:
+    warm.fork_programs()
+    return run_on_hosts(job, command, environ)
+
+
 def run(job: HostJob | None, folder: Path, words: list[str], **environ: str) -> tuple[int, dict[int, dict[str, Any]]]:
     """Run SCRIPT on the machines of a job; return the exit code and what each rank saw."""
     assert job is not None
@@ -154,7 +162,8 @@ def run(job: HostJob | None, folder: Path, words: list[str], **environ: str) -> 
     script.write_text(SCRIPT)
     launch = json.dumps({"config_file": None, "flags": {"deepspeed": {"zero_stage": 2}}})
     variables = {**os.environ, "DS_ACCELERATOR": "cpu", "ACCEL_TRAINER_LAUNCH": launch, "OMP_NUM_THREADS": "3"}
-    code = run_on_hosts(job, [sys.executable, "-u", str(script), *words], {**variables, **environ})
+    call = (job, [sys.executable, "-u", str(script), *words], {**variables, **environ})
+    [code] = run_ranks(run_from_fork, 1, *call, env=warm.ALONE, timeout=100)
     return code, {int(path.stem[5:]): json.loads(path.read_text()) for path in folder.glob("facts*.json")}
 
 

@@ -18,7 +18,10 @@ import pytest
 
 from tests.cells import beyond
 from tests.launches import launch, run_command
-from tests.ranks import RankFailure, free_port, run_ranks
+from tests.ranks import RankFailure, free_port, preload, run_ranks
+from tests.warm import COLD
+
+preload("accel_trainer.accelerator")
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO = ("--cpu", "--num_processes", "2")
@@ -144,7 +147,7 @@ dist.destroy_process_group()
 
 
 def test_two_gloo_ranks_on_the_cpu_listen_on_loopback_only(tmp_path: Path) -> None:
-    code, output = launch(tmp_path, *TWO, write(tmp_path, LOOPBACK))
+    code, output = launch(tmp_path, *TWO, write(tmp_path, LOOPBACK), **{COLD: "1"})
     assert code == 0, output
     assert sorted(output.splitlines()) == [f"rank {rank}: sum 3, listening outside loopback: []" for rank in range(2)]
 
@@ -490,7 +493,8 @@ TELL_PID = "(folder / ('pid' + os.environ['RANK'])).write_text(str(os.getpid()))
 
 def test_workers_of_a_killed_launcher_save_and_end(tmp_path: Path, background: Background) -> None:
     script = f"import os, pathlib\nfolder = pathlib.Path(__file__).parent\n{TELL_PID}{SIGNALS}"
-    background.start(*TWO, write(tmp_path, script), "save")
+    # Warm workers are ready before their pids have come to who ends them in the place of the launcher.
+    background.start(*TWO, write(tmp_path, script), "save", **{COLD: "1"})
     wait_for(*ready(tmp_path))
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
     background.send_signal(signal.SIGKILL)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.job import Job, plan_job, read_options
+from tests import warm
 from tests.cells import beyond
-from tests.ranks import free_port
+from tests.ranks import free_port, preload
+
+preload("accel_trainer.accelerator")
 
 # What each scheduler sets in the second of two places.
 PYTORCH_JOB_V1 = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
@@ -187,25 +191,21 @@ def test_a_hostfile_inside_a_scheduler_is_refused(tmp_path: Path, script: str) -
 @pytest.mark.parametrize("kind", ["machines", beyond("TrainJob"), "ranks"])
 def test_two_launchers_of_one_job_make_one_group(tmp_path: Path, script: str, kind: str) -> None:
     port = str(free_port())
-    started = []
-    for rank in range(2):
+
+    def start(rank: int) -> Any:
         own = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         if kind == "ranks":
             own |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
         elif kind == "TrainJob":
             own = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(rank)}
             own |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "accel_trainer", "launch", "--cpu", script],
-                env={**os.environ, "HF_HOME": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo", **own},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    outputs = [process.communicate(timeout=120) for process in started]
-    assert [process.returncode for process in started] == [0, 0], outputs
-    assert [stdout.strip() for stdout, _ in outputs] == ["rank 0 of 2", "rank 1 of 2"]
+        command = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", script]
+        environ = {**os.environ, "HF_HOME": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo", **own}
+        return warm.run(command, env=environ, capture_output=True, text=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(start, range(2)))
+    assert [each.returncode for each in ended] == [0, 0], ended
+    assert [each.stdout.strip() for each in ended] == ["rank 0 of 2", "rank 1 of 2"]
     word = "rank" if kind == "ranks" else "machine"
-    assert f"accel-trainer launch: this is {word} 1 of 2" in outputs[1][1]
+    assert f"accel-trainer launch: this is {word} 1 of 2" in ended[1].stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.launch.rendezvous import BoundRendezvous, build_rendezvous, parse_settings
 from accel_trainer.launch.torchrun import AgentJob, run_workers, shell_code
+from tests import warm
 from tests.ranks import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,6 +144,6 @@ sys.exit(torchrun.run_workers(torchrun.AgentJob(command, {}, 2, LaunchConfig(), 
 
 @pytest.mark.parametrize("end", ["seen", "reaped by torch at once"])
 def test_the_worker_that_failed_first_is_named_though_its_watcher_wakes_up_late(end: str) -> None:
-    done = subprocess.run([sys.executable, "-c", LATE, end], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = warm.run([sys.executable, "-c", LATE, end], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 7
     assert re.search(r"rank 1 \(pid \d+\) failed with exit code 7; this ended the job", done.stderr)

@@ -26,6 +26,7 @@ from accel_trainer.launch import rendezvous
 from accel_trainer.launch.machine import find_interface
 from tests.launches import launch, run_command
 from tests.ranks import preload, run_ranks
+from tests.warm import COLD
 
 preload("accel_trainer.launch.job", "accel_trainer.launch.torchrun", "tests.launches")
 
@@ -275,7 +276,7 @@ def run_jobs(folder: str, machines: list[str], jobs: Mapping[str, Job] = JOBS) -
 def ends(machines: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, End]]:
     """How the launchers of each job have ended, by machine."""
     folder = tmp_path_factory.mktemp("jobs")
-    env = {**dict.fromkeys(OUTSIDE), "HF_HOME": str(folder)}
+    env = {**dict.fromkeys(OUTSIDE), COLD: "1", "HF_HOME": str(folder)}
     [results] = run_ranks(run_jobs, 1, str(folder), machines, env=env, timeout=110)
     return dict(results)
 
@@ -352,7 +353,7 @@ def test_a_job_goes_on_with_a_machine_that_comes_and_without_one_that_goes(ends:
 @pytest.mark.cell
 def test_a_trainer_ends_with_the_weights_of_a_run_whose_machines_stay(machines: list[str], tmp_path: Path) -> None:
     job = {"train": Job(TRAIN, COMING_AND_GOING, delays=(0.0, 8.0), killed=1)}
-    env = {**dict.fromkeys(OUTSIDE), "HF_HOME": str(tmp_path)}
+    env = {**dict.fromkeys(OUTSIDE), COLD: "1", "HF_HOME": str(tmp_path)}
     [results] = run_ranks(run_jobs, 1, str(tmp_path), machines, job, env=env, timeout=110)
     here = results["train"][0]
     assert here.code == 0, here.text

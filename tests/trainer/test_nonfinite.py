@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from accel_trainer.errors import ConfigError, NonFiniteError
+from tests import warm
 from tests.cells import beyond
 from tests.ranks import run_ranks
 from tests.strategy_configs import needs_deepspeed
@@ -104,7 +104,7 @@ trainer.train()
 
 
 def test_r14_the_process_ends_with_a_code_of_its_own(tmp_path: Path):
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=200)
+    ended = warm.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=90)
     assert ended.returncode == 76
     assert ended.stderr.count("NonFiniteError: update 3: the norm of the gradients is NaN or infinite") == 1
 

@@ -22,6 +22,7 @@ pytest.importorskip("deepspeed")
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed import runtime
 from accel_trainer.integrations.deepspeed.runtime import watch_locks
+from tests import warm
 from tests.loops import take_update
 from tests.ranks import RankFailure, preload, run_ranks
 from tests.zero import accelerator
@@ -159,7 +160,7 @@ def test_one_process_is_launched_for_a_script_that_chooses_the_engine(tmp_path: 
     script.write_text(SCRIPT)
     words = ["launch", "--cpu", "--num_processes", "1", "--use_deepspeed", str(script)]
     command = [sys.executable, "-m", "accel_trainer", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = warm.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["trained at stage 3 on 1"]), done.stderr
 
 
