@@ -13,11 +13,20 @@ HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
 
 
+def zero_section(stage: int, whole: int = 40, **options: Any) -> dict[str, Any]:
+    """Return a section `zero_optimization` whose stage 3 shards the matrices of tiny models, as it does of real ones.
+
+    Args:
+        whole: elements up to which the engine keeps a parameter whole on each rank; its own default is 100,000.
+    """
+    return {"stage": stage, **({"stage3_param_persistence_threshold": whole} if stage == 3 else {}), **options}
+
+
 def config_of(strategy: str, micro_batch_size: int) -> dict[str, Any]:
     """Return the configuration of an Accelerator: "zero1" to "zero3" are DeepSpeed's stages."""
     if not strategy.startswith("zero"):
         return {"strategy": strategy}
-    block = {"zero_optimization": {"stage": int(strategy[4:])}, "train_micro_batch_size_per_gpu": micro_batch_size}
+    block = {"zero_optimization": zero_section(int(strategy[4:])), "train_micro_batch_size_per_gpu": micro_batch_size}
     return {"strategy": "deepspeed", "deepspeed": block}
 
 

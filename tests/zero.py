@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.strategy_configs import prepare_unit
+from tests.strategy_configs import prepare_unit, zero_section
 
 
 class Net(nn.Module):
@@ -41,7 +41,7 @@ def own_rows(step: int = 0) -> Tensor:
 
 def block(stage: int, offload: bool = False, **options: Any) -> dict[str, Any]:
     """Return a DeepSpeed configuration of a stage, for whole models."""
-    zero: dict[str, Any] = {"stage": stage}
+    zero = zero_section(stage, whole=20)
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
     return {"zero_optimization": zero, "zero3_init_flag": False, **options}

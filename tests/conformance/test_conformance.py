@@ -35,6 +35,7 @@ from tests.conformance.models import train as train_several
 from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 from tests.stand_in import ALONE
+from tests.strategy_configs import zero_section
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator", "deepspeed")
 
@@ -64,7 +65,7 @@ class Layout:
 
 def zero(stage: int, **options: Any) -> Layout:
     """Return ZeRO of a stage, on two ranks; of whole models, whose parameters the suite groups by their dimensions."""
-    block = {"zero_optimization": {"stage": stage, **options}, "zero3_init_flag": False}
+    block = {"zero_optimization": zero_section(stage, **options), "zero3_init_flag": False}
     return Layout("deepspeed", options={"deepspeed": block}, needs="deepspeed")
 
 

@@ -58,6 +58,10 @@ TECHNIQUES = {
             Technique(f"activations computed again: {policy}", {"activation_checkpointing": policy})
             for policy in ("full", "selective", "every:2", "ops:aten.silu")
         ),
+        Technique(
+            "selective, a loss in chunks",
+            {"activation_checkpointing": "selective", "loss": "chunked", "loss_chunk_tokens": 7},
+        ),
         Technique("activations in host memory", {"activation_offload": True}),
         Technique(
             "selective, the rest in host memory", {"activation_checkpointing": "selective", "activation_offload": True}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accel_trainer.errors import AccelTrainerError
+from tests.strategy_configs import zero_section
 
 TOLERANCE = 1e-6
 """Of losses and weights, beside the largest value of each where that is above 1."""
@@ -42,7 +43,7 @@ class Column(NamedTuple):
 
 
 def _zero(stage: int) -> Column:
-    block = {"zero_optimization": {"stage": stage}}
+    block = {"zero_optimization": zero_section(stage)}
     arguments = {"deepspeed": {**block, "train_micro_batch_size_per_gpu": "auto"}}
     return Column("deepspeed", options={"deepspeed": {**block, "zero3_init_flag": False}}, trainer=arguments)
 

@@ -18,7 +18,7 @@ from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.plugins.parallelism import TorchContextParallelConfig
 from tests.cells import beyond
 from tests.ranks import RankFailure, preload, run_ranks
-from tests.strategy_configs import marked
+from tests.strategy_configs import marked, zero_section
 from tests.trainer_jobs import MULTIPLIES_COPIES, arguments, build_model
 
 preload("transformers.trainer", "transformers.models.llama.modeling_llama", "accel_trainer.trainer.trainer")
@@ -104,7 +104,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp": (2, {"parallelism_config": {"tp_size": 2}}),
     "sp": (2, {"parallelism_config": {"sp_size": 2}}),
     "cp": (2, {"parallelism_config": {"cp_size": 2}}),
-    **{f"zero{stage}": (2, {"deepspeed": {"zero_optimization": {"stage": stage}, **ZERO}}) for stage in (1, 2, 3)},
+    **{f"zero{stage}": (2, {"deepspeed": {"zero_optimization": zero_section(stage), **ZERO}}) for stage in (1, 2, 3)},
 }
 
 

@@ -19,7 +19,7 @@ from accel_trainer.trainer.loop import WindowReader
 from accel_trainer.trainer.run_clock import RunClock
 from tests.cells import beyond
 from tests.ranks import preload, run_ranks
-from tests.strategy_configs import HAS_DEEPSPEED, needs_deepspeed
+from tests.strategy_configs import HAS_DEEPSPEED, needs_deepspeed, zero_section
 from tests.trainer_jobs import TokenDataset, build_trainer, on_ranks, summary
 
 if HAS_DEEPSPEED:
@@ -128,7 +128,7 @@ def test_deepspeed_weighs_a_short_last_batch_alike(tmp_path, references, stage):
     jobs = {name: JOBS[name] for name in names}
     config = {
         "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero_section(stage), "zero_allow_untested_optimizer": True,
     }  # fmt: skip
 
     runs = run_ranks(run_jobs, 2, str(tmp_path), 2, jobs, deepspeed=config, timeout=250)
