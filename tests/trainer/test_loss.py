@@ -127,6 +127,10 @@ def loss_by_rows(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = N
     return last_token_mean(outputs.logits, labels)
 
 
+def alignments(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    return last_token_mean(logits, labels)
+
+
 BY_ITEMS, MODEL_MEAN, ROW_MEAN = LossKind.BY_ITEMS, LossKind.MODEL_MEAN, LossKind.ROW_MEAN
 # The Trainer, the model, further arguments; and the kind that is found.
 LOSSES: dict[str, tuple[type[Trainer], str, dict[str, Any], LossKind]] = {
@@ -137,6 +141,7 @@ LOSSES: dict[str, tuple[type[Trainer], str, dict[str, Any], LossKind]] = {
     "t5, logging": (Logging, "t5", {}, MODEL_MEAN),
     "t5, penalized": (Penalized, "t5", {}, MODEL_MEAN),
     "llama, penalized": (Penalized, "llama", {}, BY_ITEMS),
+    "alignments, of rows with any number of labels": (Trainer, "aligning llama", {}, ROW_MEAN),
     "rows": (OfRows, "llama", {}, ROW_MEAN),
     "rows, stated": (Stated, "llama", {}, ROW_MEAN),
     "rows, beside the model's loss": (OfRowsBesideTheModels, "llama", {}, ROW_MEAN),
@@ -154,9 +159,11 @@ def build(output_dir: str, name: str, **changes: Any) -> Trainer:
     trainer_class, model, options, _ = LOSSES[name]
     functions = {key: value for key, value in options.items() if callable(value)}
     settings = {key: value for key, value in options.items() if key not in functions}
-    network = build_model(model.removeprefix("plain "))
+    network = build_model(model.rpartition(" ")[2])
     if model.startswith("plain"):
         network.accepts_loss_kwargs = False  # as models say that cannot pass them on
+    if model.startswith("aligning"):
+        network.loss_type, network.loss_function = "ForCTCLoss", alignments
     data = TokenDataset(30, kind="class" if model == "bert" else "lm", uneven=True)
     args = arguments(output_dir, optim="sgd", learning_rate=0.01, **settings, **changes)
     return trainer_class(network, args, train_dataset=data, **functions)
@@ -190,7 +197,10 @@ def references(tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_an_update_in_micro_batches_has_the_mean_of_one_batch_by_the_kind_that_is_found(tmp_path, references, name):
+def test_an_update_in_micro_batches_has_the_mean_of_one_batch_by_the_kind_that_is_found(
+    tmp_path, references, name, caplog
+):
+    caplog.set_level("INFO", "accel_trainer")
     trainer = build(str(tmp_path), name, per_device_train_batch_size=4, gradient_accumulation_steps=3)
     accepted, function, smoother = trainer.model_accepts_loss_kwargs, trainer.compute_loss_func, trainer.label_smoother
 
@@ -199,6 +209,9 @@ def test_an_update_in_micro_batches_has_the_mean_of_one_batch_by_the_kind_that_i
     assert_same_means(means_of(trainer), references[name], name)
     assert trainer._loss_normalization.kind is LOSSES[name][-1]
     assert trainer.model_accepts_loss_kwargs is (accepted and LOSSES[name][-1] is BY_ITEMS)
+    if accepted and not trainer.model_accepts_loss_kwargs:
+        means = "labels" if LOSSES[name][-1] is MODEL_MEAN else "rows"
+        assert f"its losses are averaged over micro-batches and processes by their {means}" in caplog.text
     assert trainer.compute_loss_func is function
     assert trainer.label_smoother is smoother
 
