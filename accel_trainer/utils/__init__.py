@@ -9,7 +9,6 @@ from __future__ import annotations
 from enum import Enum, EnumMeta
 from typing import TYPE_CHECKING, Any
 
-from accel_trainer import plugins
 from accel_trainer.accelerator.accelerated_scheduler import DeepSpeedSchedulerWrapper
 from accel_trainer.accelerator.gathering import (
     GatheredParameters,
@@ -88,7 +87,26 @@ from accel_trainer.checkpoint.weights.offloaded import (
 from accel_trainer.errors import CannotPadNestedTensorWarning, DistributedOperationException
 from accel_trainer.launch.config_file import write_basic_config
 from accel_trainer.logging import tqdm
-from accel_trainer.plugins import *  # noqa: F403  # its own list says which
+from accel_trainer.plugins import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    DummyOptim,
+    DummyScheduler,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    HfDeepSpeedConfig,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ParallelismConfig,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from accel_trainer.plugins.parallelism import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
@@ -152,11 +170,15 @@ __all__ = [
     "SAGEMAKER_TRANSFORMERS_VERSION", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME",
     "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING", "TORCH_DISTRIBUTED_OPERATION_TYPES", "TORCH_DYNAMO_MODES",
     "TORCH_LAUNCH_PARAMS", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
-    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "BaseEnum", "CannotPadNestedTensorWarning", "ComputeEnvironment",
-    "ConvertOutputsToFp32", "CustomDtype", "DeepSpeedSchedulerWrapper", "DeepSpeedSequenceParallelConfig",
-    "DistributedOperationException", "DistributedType", "DynamoBackend", "EnumWithContains", "FP8BackendType",
-    "GatheredParameters", "LoggerType", "OffloadedWeightsLoader", "PrecisionType", "PrefixedDataset", "RNGType",
-    "ReduceOp", "SageMakerDistributedType", "TensorInformation", "TorchContextParallelConfig",
+    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "AORecipeKwargs", "AutocastKwargs", "BaseEnum",
+    "CannotPadNestedTensorWarning", "ComputeEnvironment", "ConvertOutputsToFp32", "CustomDtype",
+    "DDPCommunicationHookType", "DataLoaderConfiguration", "DeepSpeedPlugin", "DeepSpeedSchedulerWrapper",
+    "DeepSpeedSequenceParallelConfig", "DistributedDataParallelKwargs", "DistributedOperationException",
+    "DistributedType", "DummyOptim", "DummyScheduler", "DynamoBackend", "EnumWithContains", "FP8BackendType",
+    "FullyShardedDataParallelPlugin", "GatheredParameters", "GradScalerKwargs", "GradientAccumulationPlugin",
+    "HfDeepSpeedConfig", "InitProcessGroupKwargs", "KwargsHandler", "LoggerType", "OffloadedWeightsLoader",
+    "ParallelismConfig", "PrecisionType", "PrefixedDataset", "ProfileKwargs", "ProjectConfiguration", "RNGType",
+    "ReduceOp", "SageMakerDistributedType", "TensorInformation", "TorchContextParallelConfig", "TorchDynamoPlugin",
     "TorchTensorParallelConfig", "align_module_device", "broadcast", "broadcast_object_list", "calculate_maximum_sizes",
     "check_device_map", "check_device_same", "check_tied_parameters_in_config", "check_tied_parameters_on_same_device",
     "clean_device_map", "clean_state_dict_for_safetensors", "clear_device_cache", "compile_regions",
@@ -181,7 +203,6 @@ __all__ = [
     "synchronize_rng_states", "tqdm", "wait_for_everyone", "write_basic_config",
 ]  # fmt: skip
 __all__ += availability.__all__
-__all__ += plugins.__all__
 
 
 # --- names of files, releases and closed sets of words, as scripts that use accelerate read them ----------------------
