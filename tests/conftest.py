@@ -97,8 +97,10 @@ def own_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 @pytest.fixture(scope="session", autouse=True)
 def early_fork_server(own_temporary_files: None) -> None:
     """Let the server of the ranks import what it will need while the first tests run."""
-    if "tests.ranks" in sys.modules:
-        sys.modules["tests.ranks"].start_fork_server()
+    if ranks := sys.modules.get("tests.ranks"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(ranks.COLLECTED, " ".join(name for name in sys.modules if name.startswith("tests.")))
+            ranks.start_fork_server()
 
 
 # mypy reads transformers, and the stand-in for an accelerator is compiled: a minute, beside other tests.

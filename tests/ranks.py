@@ -1,6 +1,7 @@
 """Run a function on several ranks: `run_ranks(function, world_size, ...)`, real processes with real process groups.
 
-The ranks are forked from a server that has torch imported: a rank costs about 0.05 s, not the seconds of an import.
+The ranks are forked from a server that has torch and the test modules imported: a rank costs about 0.05 s, not the
+seconds of an import. What a test module does when it is imported, it does once there, and in no rank's environment.
 The rendezvous store lives in the test process, on a loopback port that the kernel chose, much as torchrun's agent has
 it: nothing races for a port, and a rank that ends early does not take the store away from the others.
 """
@@ -59,6 +60,8 @@ _IMPORTED_LATE = {
 }
 PYTHONPATH = os.environ.get("PYTHONPATH", "")
 """Of this interpreter: in a rank, of the server."""
+COLLECTED = "TESTS_COLLECTED"
+"""The test modules that the server imports besides, separated by spaces."""
 RETURNS = "ACCEL_TRAINER_RETURNS_AS"
 """Of a process in the place of another: where it ends by itself, the launcher is to tell the others."""
 _SCRUBBED_PREFIXES = ("ACCELERATE_", "ACCEL_TRAINER_", "FSDP_", "OMPI_", "PMI_", "SLURM_", "TORCHELASTIC_")
@@ -247,7 +250,7 @@ def start_fork_server() -> Any:
     It starts in the project's root: what it preloads must be found wherever the caller is.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload([*_PRELOADED, "tests.collected"])
     with contextlib.chdir(Path(__file__).resolve().parents[1]):
         forkserver.ensure_running()
     return context
