@@ -265,10 +265,11 @@ def parts_of_runs(
 def _part_of_a_run(
     process: ProcessContext, kind: str, workers: int, state: dict[str, Any] | None, num_steps: int | None, until: int
 ) -> tuple[list[list[int]], list[dict[str, Any]], int]:
+    global num_read  # what was shared before the ranks were forked counts for all of them
+    num_read = torch.zeros_like(num_read).share_memory_()
     loader = shard_loader(kind, process, workers)
     if state is not None:
         loader.load_state_dict(state)
-    num_read.zero_()
     ids, states = [], []
     for parts in islice(valid_steps(loader, process, until), num_steps):
         ids.append([part["ids"] for part in parts])
