@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import operator
 from collections.abc import Iterator
 from functools import partial, reduce
@@ -30,9 +29,6 @@ from tests.number_sets import SEED, prepare
 from tests.ranks import preload, run_ranks
 
 preload("datasets", "scipy.io")
-
-# Workers are given lambdas, and count into this process's memory: no server can start them, which Python 3.14 asks.
-multiprocessing.set_start_method("fork", force=True)
 
 SAMPLES, GLOBAL_BATCH, BUFFER = 90, 6, 8
 SHARD_SIZES = (23, 3, 17, 0, 31, 16)
@@ -91,13 +87,21 @@ def collate(samples: list[Any]) -> list[int]:
     ]
 
 
+def in_workers(number: int) -> dict[str, Any]:
+    """Return the options of a loader whose workers no server starts, which Python 3.14 would have do so.
+
+    They are given lambdas, and count into the memory of their process.
+    """
+    return {"num_workers": number, "multiprocessing_context": "fork" if number else None}
+
+
 def loaders_of(
     kind: str, ranks: int, workers: int, *, global_batch: int = GLOBAL_BATCH, **options: Any
 ) -> list[PreparedDataLoader]:
     """The loaders of all ranks, which read the whole stream and do not communicate."""
     return [
         prepare(
-            DataLoader(KINDS[kind](), global_batch // ranks, num_workers=workers, collate_fn=collate, **options),
+            DataLoader(KINDS[kind](), global_batch // ranks, **in_workers(workers), collate_fn=collate, **options),
             rank,
             ranks,
             use_stateful_dataloader=True,
@@ -235,7 +239,7 @@ def test_a_release_of_datasets_without_its_private_nodes_is_named_once_and_read_
 
 def shard_loader(kind: str, process: ProcessContext, workers: int, global_batch: int = 12) -> PreparedDataLoader:
     batch_size = global_batch // process.world_size
-    loader = DataLoader(KINDS[kind](), batch_size, num_workers=workers, collate_fn=collate)
+    loader = DataLoader(KINDS[kind](), batch_size, **in_workers(workers), collate_fn=collate)
     return prepare_data_loader(loader, process=process, config=DataConfig(), seed=SEED)
 
 
