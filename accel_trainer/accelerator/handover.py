@@ -1,7 +1,8 @@
-"""What a rank that joins a job takes from one of the others: everything that training goes on with.
+"""What a rank that joins a job, or is an update behind, takes from one of the others: all that training goes on with.
 
-It travels over the process group, from rank 0 to the last rank; the others do not wait. Tensors keep dtype and values
-bit by bit, but for random streams, which are made of those of rank 0 and of the number of the new rank.
+It travels over the process group, from one rank to another; the others do not wait. Tensors keep dtype and values
+bit by bit, but for random streams, which are made of those of rank 0 and of the number of the new rank. Of a sharded
+tensor the shard travels, to a rank that has the same one in another replica.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accel_trainer.accelerator.accumulation import PreparedUnit, TokenWindow
 from accel_trainer.checkpoint.run_state import decode, encode
+from accel_trainer.checkpoint.shards import local_tensor
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS
@@ -30,19 +34,21 @@ def send(value: Any, to_rank: int, device: torch.device) -> int:
     """Send a state of plain data and tensors to a rank, which calls `receive`; return the bytes of the tensors."""
     tensors: dict[str, Tensor] = {}
     outline = encode(value, tensors)
-    kinds = {name: (tuple(t.shape), t.dtype, t.device.type) for name, t in tensors.items()}
-    dist.send_object_list([(outline, kinds)], dst=to_rank, device=device)
-    for bucket in buckets_of(tensors.values()):
-        flat = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in bucket])
+    layouts = {name: (t.placements, t.shape, t.stride()) for name, t in tensors.items() if isinstance(t, DTensor)}
+    own = {name: local_tensor(tensor) for name, tensor in tensors.items()}
+    kinds = {name: (tuple(t.shape), t.dtype, t.device.type) for name, t in own.items()}
+    dist.send_object_list([(outline, kinds, layouts)], dst=to_rank, device=device)
+    for bucket in buckets_of(own.values()):
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
         dist.send(flat.view(torch.uint8), dst=to_rank)  # gloo knows few types
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return sum(tensor.nbytes for tensor in own.values())
 
 
-def receive(from_rank: int, device: torch.device) -> Any:
-    """Return what a rank has sent by `send`."""
+def receive(from_rank: int, device: torch.device, units: Sequence[PreparedUnit] = ()) -> Any:
+    """Return what a rank has sent by `send`. `units`: on whose mesh sharded tensors are."""
     received: list[Any] = [None]
     dist.recv_object_list(received, src=from_rank, device=device)
-    outline, kinds = received[0]
+    outline, kinds, layouts = received[0]
     # The steps of an optimizer lie on the host, for instance.
     tensors = {
         name: torch.empty(shape, dtype=dtype, device=device if device.type == kind else kind)
@@ -53,7 +59,15 @@ def receive(from_rank: int, device: torch.device) -> Any:
         dist.recv(flat.view(torch.uint8), src=from_rank)
         for tensor, values in zip(bucket, split_like(flat, bucket), strict=True):
             tensor.copy_(values)
+    for name, (placements, shape, stride) in layouts.items():
+        tensors[name] = DTensor.from_local(
+            tensors[name], _mesh_of(units), placements, run_check=False, shape=shape, stride=stride
+        )
     return decode(outline, tensors)
+
+
+def _mesh_of(units: Sequence[PreparedUnit]) -> DeviceMesh:
+    return next(p.device_mesh for each in units for p in each.unit.module.parameters() if isinstance(p, DTensor))
 
 
 def collect_state(accelerator: Accelerator) -> dict[str, Any]:
@@ -106,6 +120,27 @@ def take_update(accelerator: Accelerator, state: Mapping[str, Any]) -> None:
         guard.update = num_looked_at
 
 
+def collect_gradients(accelerator: Accelerator) -> list[dict[str, Any]]:
+    """Return the gradients of an update that is complete but for its step, by unit. Not collective; no copies."""
+    return [
+        {
+            "values": {name: p.grad for name, p in each.unit.module.named_parameters() if p.grad is not None},
+            "tokens": None if each.tokens is None else each.tokens.state_dict(),
+        }
+        for each in accelerator._prepared.units
+    ]
+
+
+def take_gradients(accelerator: Accelerator, given: Sequence[Mapping[str, Any]]) -> None:
+    """Have copies of the `collect_gradients` of another rank for the present update, whose window is complete."""
+    for prepared, own in zip(accelerator._prepared.units, given, strict=True):
+        for name, parameter in prepared.unit.module.named_parameters():
+            gradient = own["values"].get(name)
+            parameter.grad = None if gradient is None else gradient.clone()
+        _take_tokens(prepared, own, accelerator.readers)
+        prepared.corrected = True
+
+
 _COUNTED = ("units", "optimizers", "schedulers")
 
 
@@ -141,6 +176,10 @@ def _take_unit(prepared: PreparedUnit, given: Mapping[str, Any], readers: Proces
     if unit.averages is not None:
         parameters = dict(unit.module.named_parameters())
         unit.averages.resume({parameters[name]: average for name, average in given["averages"].items()})
+    _take_tokens(prepared, given, readers)
+
+
+def _take_tokens(prepared: PreparedUnit, given: Mapping[str, Any], readers: ProcessContext) -> None:
     if given["tokens"] is not None:
         prepared.tokens = prepared.tokens or TokenWindow(readers)
         prepared.tokens.load_state_dicts([given["tokens"]], is_own=True)

@@ -58,6 +58,10 @@ class Setup(NamedTuple):
     """Of those that return."""
     num_replicas: int = 0
     """Of shards, of fsdp2."""
+    num_norms: int = 1
+    """By which each update is clipped."""
+    scale: float = 1.0
+    """By which the loop multiplies gradients before it clips them."""
 
 
 class Killed(NamedTuple):
@@ -143,7 +147,7 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
                 pass_place("backward")
                 accelerator.backward(mean_of(losses, accelerator, setup))
                 pass_place("optimizer")
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                clip(accelerator, model, setup)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -167,9 +171,17 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
     return values, *facts
 
 
+def clip(accelerator: Accelerator, model: nn.Module, setup: Setup) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None and setup.scale != 1.0:
+            parameter.grad.mul_(setup.scale)
+    for _ in range(setup.num_norms):
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+
+
 def pass_inner_places(accelerator: Accelerator, net: nn.Module, unit: Any, pass_place: Callable[[str], None]) -> None:
-    """Have places passed in the middle of a forward and of a backward, before the vote, and before the step."""
-    step, lost = unit.step, accelerator.lost_ranks
+    """Have places passed in the middle of a forward and of a backward, before the norm, the vote, and the step."""
+    lost = accelerator.lost_ranks
 
     def pass_then(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def passed(*args: Any, **kwargs: Any) -> Any:
@@ -182,7 +194,7 @@ def pass_inner_places(accelerator: Accelerator, net: nn.Module, unit: Any, pass_
         return
     net.body[3].register_forward_pre_hook(pass_then("forward", lambda *_: None), prepend=True)
     net.body[0].register_full_backward_pre_hook(pass_then("reduction", lambda *_: None))
-    unit.step = pass_then("step", step)
+    unit.clip_grad_norm, unit.step = pass_then("norm", unit.clip_grad_norm), pass_then("step", unit.step)
     if lost is not None:
         lost.vote = pass_then("vote", lost.vote)  # type: ignore[method-assign]
 
