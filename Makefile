@@ -32,9 +32,10 @@ DOCS := zensical==0.0.73 mkdocstrings==1.0.8 mkdocstrings-python==2.0.11 ruff
 # A kernel for notebooks and a client that runs cells in it.
 NOTEBOOK := nbclient==0.11.0 ipykernel==7.4.0
 # Releases of transformers that the Trainer is tested on besides the pinned one, each with what only that release needs.
-TRANSFORMERS := 5.17.0 5.20.0
+TRANSFORMERS := 5.17.0 5.20.0 5.24.0
 NEEDS_5.17.0 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 NEEDS_5.20.0 :=
+NEEDS_5.24.0 :=
 
 # Ray with what its extra `train` needs and the other environments lack.
 RAY := ray==2.60.0 tensorboardx==2.6.5
@@ -198,7 +199,7 @@ test-notebook: $(VENV)/.installed .compat/notebook/.installed ## run the noteboo
 	$(call with_path,notebook) $(PYTEST) tests/launch/test_notebook_kernel.py
 
 .PHONY: test-matrix
-test-matrix: $(TRANSFORMERS:%=test-transformers-%) ## run the tests of Trainer and layouts on older releases of transformers
+test-matrix: $(TRANSFORMERS:%=test-transformers-%) ## run the tests of Trainer and layouts on other releases of transformers
 
 .PHONY: $(TRANSFORMERS:%=test-transformers-%)
 $(TRANSFORMERS:%=test-transformers-%): test-transformers-%: $(VENV)/.installed .compat/transformers-%/.installed

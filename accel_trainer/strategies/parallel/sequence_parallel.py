@@ -47,6 +47,8 @@ _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 _BY_LENGTH = ("dynamic", "longrope")
 """Rotary positions that depend on the length of what is given."""
 _GIVEN = frozenset({"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels"})
+_CACHES = ("cache", "past_key_values")
+"""What models of transformers from 5.24 on, and those before, call what is kept of earlier tokens."""
 _BY_TOKEN = ("logits", "last_hidden_state", "hidden_states")
 _OTHER_SCORES = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask", "dropout")
 """Options of attention by which scores or weights would be others than those of the kernels."""
@@ -470,7 +472,8 @@ class _SequenceForward(ReplacedForward):
         given = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
         skips_logits = given.pop("skip_logits", False)  # of a Trainer's evaluation for which the loss is enough
         keep = given.get("logits_to_keep", 0)
-        if given.get("past_key_values") is not None or given.get("use_cache") or isinstance(keep, Tensor) or keep:
+        has_cache = any(given.get(name) is not None for name in _CACHES)
+        if has_cache or given.get("use_cache") or isinstance(keep, Tensor) or keep:
             return self.own(**given)
         self._check(given)
         asked = given.pop("return_dict", None)  # which PEFT gives as None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import DynamicCache
 
 from accel_trainer.config.resolve import resolve
 from accel_trainer.errors import ConfigError
@@ -262,6 +264,13 @@ def one_of_two() -> Iterator[nn.Module]:
 def test_inputs_that_cannot_be_shared_out_are_refused(one_of_two: nn.Module, inputs: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=f"LlamaForCausalLM {message}"):
         one_of_two(**batches()[0], **inputs)
+
+
+def test_a_cache_that_is_given_holds_all_tokens(one_of_two: nn.Module):
+    # From transformers 5.24 on the first.
+    name = "cache" if "cache" in inspect.signature(type(one_of_two).forward).parameters else "past_key_values"
+    ids, cache = batches()[0]["input_ids"], DynamicCache()
+    assert one_of_two.eval()(input_ids=ids, **{name: cache}).logits.shape[1] == ids.shape[1] == cache.get_seq_length()
 
 
 def test_a_loss_or_an_attention_that_does_not_know_of_slices_is_refused(one_of_two: Any):
