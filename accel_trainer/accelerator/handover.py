@@ -24,12 +24,14 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rng import get_rng_state, take_streams
+from accel_trainer.runtime.torch_private import between_two_ranks
 from accel_trainer.strategies.broadcast_values import buckets_of, split_like
 
 if TYPE_CHECKING:
     from accel_trainer import Accelerator
 
 
+@between_two_ranks()
 def send(value: Any, to_rank: int, device: torch.device) -> int:
     """Send a state of plain data and tensors to a rank, which calls `receive`; return the bytes of the tensors."""
     tensors: dict[str, Tensor] = {}
@@ -44,6 +46,7 @@ def send(value: Any, to_rank: int, device: torch.device) -> int:
     return sum(tensor.nbytes for tensor in own.values())
 
 
+@between_two_ranks()
 def receive(from_rank: int, device: torch.device, units: Sequence[PreparedUnit] = ()) -> Any:
     """Return what a rank has sent by `send`. `units`: on whose mesh sharded tensors are."""
     received: list[Any] = [None]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from accel_trainer.accelerator.handover import receive, send
 from accel_trainer.errors import DesyncError
 from accel_trainer.runtime.shared_order import SharedOrder
 from tests.ranks import RankFailure, preload, run_ranks
@@ -51,6 +53,21 @@ def alike() -> Any:
 def test_only_what_is_new_or_one_of_several_is_compared() -> None:
     # Of abxc: what follows b, and c at its new place; then what follows b, each time.
     assert run_ranks(alike, 2) == [([3, 3, 3, 5, 6, 7], False)] * 2
+
+
+def late_behind_a_handover() -> int:
+    _, compared = start()
+    if dist.get_rank() == 0:
+        send({"values": torch.ones(3)}, 1, torch.device("cpu"))
+        time.sleep(3)  # past the first look at ranks that do not come
+    elif dist.get_rank() == 1:
+        receive(0, torch.device("cpu"))
+    walk(SharedOrder("Net"), "ab")
+    return len(compared)
+
+
+def test_who_has_given_a_state_to_another_rank_is_in_no_other_collective() -> None:
+    assert run_ranks(late_behind_a_handover, 3) == [2, 2, 2]
 
 
 def unlike_at_first() -> str:
