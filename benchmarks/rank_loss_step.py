@@ -36,7 +36,7 @@ class Size(NamedTuple):
     num_ranks: int = 2
     num_replicas: int = 1
     repeats: int = WAITING
-    bound: float = 1.01
+    bound: float | None = 1.01
     time_bound: float | None = None
     clips: bool = False
 
@@ -46,7 +46,7 @@ SIZES = {
     "2.5 ms": Size(256, 16),
     "30 ms": Size(1024, 160),
     "HSDP of 30 ms": HSDP,
-    "HSDP of 30 ms without clipping": HSDP._replace(bound=1.05, time_bound=1.05, clips=False),
+    "HSDP of 30 ms without clipping": HSDP._replace(bound=None, time_bound=None, clips=False),
 }
 SHARDS = {"strategy": "fsdp2", "fsdp": {"wrap_classes": ["Linear"]}}
 

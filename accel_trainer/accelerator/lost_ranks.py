@@ -25,12 +25,11 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import wraps
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,8 +38,11 @@ from torch import Tensor
 from accel_trainer import logging
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.accelerator.handover import (
+    Handover,
+    Places,
     collect_gradients,
     collect_state,
+    find_reason,
     receive,
     send,
     take_gradients,
@@ -69,16 +71,6 @@ logger = logging.get_logger(__name__)
 vote_over_ranks = dist.all_reduce
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Handover(Protocol):
-    """What a loop has beside the Accelerator, as plain data and tensors, for ranks that join."""
-
-    def give(self) -> Any:
-        """Return it on a rank that has it."""
-
-    def take(self, given: Any) -> None:
-        """Go on with what `give` of another rank has returned."""
 
 
 class LostRanks:
@@ -447,7 +439,7 @@ class LostRanks:
 
     def _settle(self, said: list[dict[str, Any]], number: int | None, gone: str, error: BaseException | None) -> None:
         """Let `number` join where all have come for that; raise where ranks are `gone` and the others cannot go on."""
-        reason = _find_reason(said, self._survivors.replica_size)
+        reason = find_reason(said, self._survivors.replica_size)
         if reason and gone:
             raise RankLostError(
                 f"rank {gone} was lost, and this job cannot go on without it: {reason}. The launcher starts all ranks "
@@ -560,7 +552,7 @@ class LostRanks:
         while True:
             rejoin(accelerator.process, survivors)
             members = survivors.members
-            places = _Places.of(said, members, survivors.rank, survivors.replica_size)
+            places = Places.of(said, members, survivors.rank, survivors.replica_size)
             if not (places.late or self._votes):
                 self._regroup(accelerator)
                 return self._share_out(accelerator)
@@ -569,7 +561,7 @@ class LostRanks:
             if survivors.members == members:
                 return self._take_level(accelerator, places, given)
 
-    def _catch_up(self, accelerator: Accelerator, places: _Places) -> Any:
+    def _catch_up(self, accelerator: Accelerator, places: Places) -> Any:
         """Share the updates out; return the state that this rank was given, None without one or after another loss."""
         try:
             if places.must_step and self._is_in_update:
@@ -589,7 +581,7 @@ class LostRanks:
         for prepared in accelerator._prepared.units:
             prepared.unit.rejoin()
 
-    def _level(self, accelerator: Accelerator, places: _Places) -> Any:
+    def _level(self, accelerator: Accelerator, places: Places) -> Any:
         """Give those that are one step behind what the others have: an update's state, or a collective's result."""
         process, given = accelerator.process, None
         for to_rank, from_rank in places.sources.items():
@@ -607,7 +599,7 @@ class LostRanks:
             return collect_state(accelerator)
         return {"is_clipped": self._is_clipped, "gradients": collect_gradients(accelerator)}
 
-    def _take_level(self, accelerator: Accelerator, places: _Places, given: Any) -> None:
+    def _take_level(self, accelerator: Accelerator, places: Places, given: Any) -> None:
         """Go on from this rank's place with the state that one of those ahead has given, if it lacks one."""
         if places.own != places.ahead:
             self._num_owed = max(places.ahead[2:]) - (0 if places.lacks_update else max(places.own[2:]))
@@ -730,108 +722,6 @@ class LostRanks:
                     return result
         finally:
             self._is_calling = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where the ranks of a group stood when they met: updates, collectives of the loop, and micro-batches begun."""
-
-    places: list[list[int]]
-    """Of each rank. Those of a replica that has all gradients of an update that others have completed are behind it."""
-    number: int
-    """Of this rank in the group."""
-    size: int
-    """Of a replica."""
-    lacks_update: bool
-    """Whether others have completed an update, and this rank has yet to step."""
-    norm: float
-    """Of the last gradients that those ahead have clipped."""
-
-    @classmethod
-    def of(cls, said: Mapping[int, dict[str, Any]], members: Sequence[int], rank: int, size: int) -> _Places:
-        """Return the places by each rank's word, as `rank` sees them; some that have met may be no `members` by now."""
-        foremost = max(said.values(), key=lambda each: each["place"])
-        updates, places = foremost["place"][0], []
-        for replica in _replicas([said[member] for member in members if member in said], size):  # the last may join
-            is_complete = _has_gradients(replica, updates)
-            places += [_complete(each["place"], updates) if is_complete else each["place"] for each in replica]
-        # Where all that were ahead are lost by now, and nobody has their gradients, the others begin together again.
-        lacks_update = said[rank]["place"][0] < max(places)[0]
-        return cls(places, members.index(rank), size, lacks_update, foremost["norm"])
-
-    @property
-    def own(self) -> list[int]:
-        """That of this rank."""
-        return self.places[self.number]
-
-    @property
-    def ahead(self) -> list[int]:
-        """The foremost."""
-        return max(self.places)
-
-    @property
-    def must_step(self) -> bool:
-        """Whether this rank has the gradients of the update that it lacks."""
-        return self.lacks_update and not self.is_late
-
-    @property
-    def late(self) -> list[int]:
-        """Those that have to be given what others have: an update, or the result of a collective."""
-        return [number for number, place in enumerate(self.places) if place[:2] < self.ahead[:2]]
-
-    @property
-    def is_late(self) -> bool:
-        """Whether this rank is."""
-        return self.number in self.late
-
-    @property
-    def sources(self) -> dict[int, int]:
-        """Which rank gives it to each that is late: of the first replica that has it, the one with the same shards."""
-        late = self.late
-        able = [number for number in range(len(self.places)) if number not in late]
-        return {number: able[number % self.size % len(able)] for number in late}  # of a collective all have the result
-
-
-def _complete(place: list[int], updates: int) -> list[int]:
-    """Return the place of a rank at `place` behind its step of an update."""
-    return place if place[0] == updates else [updates, place[1], *(0 for _ in place[2:])]
-
-
-def _replicas(said: Sequence[dict[str, Any]], size: int) -> list[Sequence[dict[str, Any]]]:
-    return [said[first : first + size] for first in range(0, len(said), size)]
-
-
-def _has_gradients(replica: Sequence[dict[str, Any]], updates: int) -> bool:
-    """Whether each rank of a replica has completed so many updates, or has all gradients of the last of them."""
-    return all(each["place"][0] == updates or each["has_voted"] for each in replica)
-
-
-def _find_reason(said: list[dict[str, Any]], size: int) -> str:
-    """Return why ranks cannot go on, by the answers of all; empty where they can. The same on all of them."""
-    reason: str = next((each["reason"] for each in said if each["reason"]), "")
-    places = {tuple(each["place"]) for each in said}
-    if reason or len(places) == 1 or _are_near(said, len(places), size):
-        return reason
-    return "some had completed an update, or a collective, that others had not"
-
-
-def _are_near(said: list[dict[str, Any]], num_places: int, size: int) -> bool:
-    """Whether those behind are one update behind, or one collective of the loop, and can take it."""
-    # All ranks have to come to each: nobody can be two ahead.
-    updates, calls, *_ = max(each["place"] for each in said)
-    behind = [each for each in said if each["place"][:2] != [updates, calls]]
-    steps = {(updates - each["place"][0], calls - each["place"][1]) for each in behind}
-    # Replicas of shards need not have begun the same micro-batch of an update.
-    if not said[0]["votes"] and num_places > 2 - (not steps):
-        return False
-    if any(_is_torn(replica, updates) for replica in _replicas(said, size)):
-        return False
-    return len(steps) <= 1 and steps <= {(0, 1), (1, 0)} and all(each["can_take"] for each in behind)
-
-
-def _is_torn(replica: Sequence[dict[str, Any]], updates: int) -> bool:
-    """Whether some ranks of a replica have completed an update and others cannot: none of those has their shards."""
-    return max(each["place"][0] for each in replica) == updates and not _has_gradients(replica, updates)
 
 
 def repeated_by_those_left(method: F, *, is_alike: bool = True) -> F:
