@@ -375,8 +375,8 @@ def test_those_ahead_are_lost_too_where_they_would_give_an_update(tmp_path: Path
     check(tmp_path, (Killed(2, 2, "optimizer"), Killed(0, 2, "meeting")), Setup(), world_size=3, left=[1], run=run)
 
 
-def train_levelling(killed: tuple[Killed, ...], setup: Setup, folder: Path, third: int) -> Any:
-    """Train; rank 1 is behind the others, and another rank, or it, is killed while it is given what it lacks."""
+def die_levelling(third: int) -> None:
+    """Have that rank be killed in this process while ranks are given what they lack."""
     level = LostRanks._level
 
     def level_or_die(self: LostRanks, *args: Any) -> Any:
@@ -386,6 +386,11 @@ def train_levelling(killed: tuple[Killed, ...], setup: Setup, folder: Path, thir
         return level(self, *args)
 
     LostRanks._level = level_or_die  # type: ignore[method-assign]
+
+
+def train_levelling(killed: tuple[Killed, ...], setup: Setup, folder: Path, third: int) -> Any:
+    """Train; rank 1 is behind the others, and another rank, or it, is killed while it is given what it lacks."""
+    die_levelling(third)
     return train_behind(killed, setup, folder, Killed(1, 2, "backward"))
 
 

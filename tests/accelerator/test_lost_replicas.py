@@ -14,7 +14,6 @@ from torch import nn
 
 from accel_trainer.accelerator import lost_ranks
 from accel_trainer.accelerator.accumulation import TokenWindow
-from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.runtime.process import find_rank
 from accel_trainer.strategies.fsdp2.unit import FSDP2Unit
 from tests.accelerator.test_lost_ranks import (
@@ -24,9 +23,8 @@ from tests.accelerator.test_lost_ranks import (
     Setup,
     build,
     check,
-    kill_oneself,
+    die_levelling,
     train,
-    wait_until,
 )
 from tests.cells import crossed
 from tests.ranks import RankFailure, preload, run_ranks
@@ -167,15 +165,7 @@ def test_gradients_and_states_are_given_with_all_that_is_theirs(setup: Setup, tm
 
 def train_levelling(killed: tuple[Killed, ...], setup: Setup, folder: Path, failing: Failing, third: int) -> Any:
     """Train; rank `third` is killed while replicas are given what they lack."""
-    level = LostRanks._level
-
-    def level_or_die(self: LostRanks, *args: Any) -> Any:
-        if self._survivors.rank == third:
-            kill_oneself()
-        wait_until(lambda: third in self._survivors.lost)
-        return level(self, *args)
-
-    LostRanks._level = level_or_die  # type: ignore[method-assign]
+    die_levelling(third)
     return train_failing(killed, setup, folder, failing)
 
 
