@@ -38,7 +38,7 @@ SHORT, LONG = Setup(), Setup(num_epochs=40)
 NATIVE_PLACES = ("data", "backward", "optimizer", "gather", "callback")
 FRONTS = {
     "native": NATIVE_PLACES,
-    "native HSDP": (*NATIVE_PLACES, "forward", "reduction", "norm", "vote", "step"),
+    "native HSDP": (*NATIVE_PLACES, "forward", "reduction", "vote", "step"),
     "Trainer": (*PLACES, "callback"),
     "Trainer HSDP": (*PLACES, "callback"),
 }

@@ -216,7 +216,7 @@ class AcceleratedOptimizer(Optimizer):
     def _step_unit(self, unit: TrainUnit) -> bool:
         """Update the parameters of all its units; return False where a rank is lost, and the update begins again."""
         guard, lost = self._guard, self.lost_ranks
-        if lost is None or not lost.was_looked_at:
+        if lost is None or not lost.must_step:  # else that was looked at before a vote in which a rank was lost
             self._step_was_skipped = guard is not None and not guard.is_late and self._is_left_out(guard, unit)
         if lost is not None and not lost.vote():
             self._step_was_skipped = False

@@ -5,16 +5,6 @@ Where the launcher starts another process in the place of a lost rank, it joins 
 All ranks that are left come to the same collective of the same update, or to the same one between two: what they have
 accumulated is dropped, the weights are those after the last update, and the loader hands out the samples of the update
 anew, in more micro-batches. A loop sees some micro-batches more that do not end a window.
-
-Ranks of DDP step as soon as they have their gradients: where some have, one of them gives the others its state. Shards
-cannot be had from another rank of their replica, so that all of a replica step, or none. They have to know that each of
-them has its gradients, which one learns from any exchange with the others behind its backward:
-
-- That of the norm by which gradients are clipped tells it for nothing. Where some ranks have come out of it, and have
-  stepped, the others of their replica have come to it, and step with the norm that those have found. Other replicas do
-  the same where all of their ranks have come to it; else each of those takes the state, or the gradients where the step
-  is yet to be made, of the rank with the same shards in a replica where all have.
-- Without a norm, with several, or with one that is no number, all ranks of the job vote: behind it all have gradients.
 """
 
 from __future__ import annotations
@@ -27,28 +17,16 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import wraps
-from math import isfinite
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accumulation import PreparedUnit
-from accel_trainer.accelerator.handover import (
-    Handover,
-    Places,
-    collect_gradients,
-    collect_state,
-    find_reason,
-    receive,
-    send,
-    take_gradients,
-    take_state,
-    take_update,
-)
+from accel_trainer.accelerator.handover import collect_state, receive, send, take_state, take_update
 from accel_trainer.config import LossDivision, RankLossAction
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import RanksLeft
@@ -61,7 +39,6 @@ from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_loss import Survivors, has_connections
 from accel_trainer.runtime.rank_watch import is_broken, leave_losses_to
 from accel_trainer.runtime.torch_private import default_group, group_timeout, joined_groups
-from accel_trainer.strategies.gradients import bound_by, num_shard_axes
 
 if TYPE_CHECKING:
     from accel_trainer import Accelerator
@@ -71,6 +48,16 @@ logger = logging.get_logger(__name__)
 vote_over_ranks = dist.all_reduce
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Handover(Protocol):
+    """What a loop has beside the Accelerator, as plain data and tensors, for ranks that join."""
+
+    def give(self) -> Any:
+        """Return it on a rank that has it."""
+
+    def take(self, given: Any) -> None:
+        """Go on with what `give` of another rank has returned."""
 
 
 class LostRanks:
@@ -87,7 +74,7 @@ class LostRanks:
     def __init__(self, accelerator: Accelerator, survivors: Survivors) -> None:
         self._accelerator = weakref.ref(accelerator)
         self._survivors = survivors
-        self.takes_windows = self._reports = self._looks_at_losses = False
+        self.takes_windows = self._reports = False
         self._own_rounds = 1
         self.left: RanksLeft | None = None
         self.num_shards = accelerator.num_processes
@@ -95,20 +82,10 @@ class LostRanks:
         self._is_by_hand = False
         self._is_in_update = False
         self._is_calling = self._is_alike = False
-        self._votes = self._has_voted = self._has_passed = self._is_stepping = False
-        """Whether replicas vote before each step, whether this rank has come to the vote, whether the exchange of a
-        norm was that, and this rank has it behind it, and whether it steps.
-        """
-        self._num_norms, self._norm = 0, float("nan")
-        """Of the present update, and the last of them."""
-        self._is_clipped = self._has_looked = False
-        """Whether gradients are multiplied by the norm's factor, and whether somebody has looked whether to step."""
-        self._gradients: list[dict[str, Any]] | None = None
-        """That another replica has given this rank, until it clips them: before, a loop may change them once more."""
-        self.must_step = self._leaves_block = False
-        """Whether the present update was counted, and all that is left of it is this rank's step; whether a loss ends
-        the block of a loop, so that it cannot come to a step.
-        """
+        self._votes = self._has_voted = self._is_stepping = False
+        """Whether ranks vote before each step, whether this one has come to the vote, and whether it was passed."""
+        self.must_step = False
+        """Whether the present update was counted, and all that is left of it is this rank's step."""
         self._last_result: Any = None
         """Of the last collective of the loop that this rank has ended: the same on all ranks."""
         self._given: list[Any] | None = None
@@ -154,15 +131,12 @@ class LostRanks:
         self.announce()
 
     @contextmanager
-    def beginning_updates(
-        self, num_rounds: int, extras: Handover, *, reports: bool, looks_at_losses: bool
-    ) -> Iterator[None]:
+    def beginning_updates(self, num_rounds: int, extras: Handover, *, reports: bool) -> Iterator[None]:
         """Context of a Trainer's training, which begins updates of so many micro-batches again itself.
 
-        `reports`: rank 0 has trackers open. `looks_at_losses`: all ranks look at the loss before a step is made.
+        `reports`: rank 0 has trackers open.
         """
         self.takes_windows, self._own_rounds, self._reports, self.extras = True, num_rounds, reports, extras
-        self._looks_at_losses = looks_at_losses
         self.take_others()
         try:
             yield
@@ -180,7 +154,7 @@ class LostRanks:
 
     def begin_micro_batch(self, units: list[PreparedUnit]) -> None:
         """Note that a micro-batch begins; keep the buffers of a model whose update begins with it."""
-        if not self._is_in_update or units[0].window.held == 1:  # the loop may have left a step out
+        if not self._is_in_update:
             self._begin()
         if self._num_owed:
             self._num_owed, self._is_aside = self._num_owed - 1, True
@@ -194,8 +168,7 @@ class LostRanks:
                 prepared.unit.begin_update()
 
     def _begin(self) -> None:
-        self._is_in_update, self._num_norms, self._num_before = True, 0, PROGRESS.updates
-        self._has_voted = self._has_passed = self._is_clipped = self._has_looked = False
+        self._is_in_update, self._has_voted, self._num_before = True, False, PROGRESS.updates
 
     def _end_aside(self) -> None:
         """Give up a micro-batch that only others would have counted: its samples are read again."""
@@ -221,11 +194,6 @@ class LostRanks:
         """Whether the present update has come from another rank, or needs nothing but this rank's step."""
         return self.must_step or (self._given is not None and not self._is_calling)
 
-    @property
-    def was_looked_at(self) -> bool:
-        """Whether this rank has looked whether to step before a vote in which a rank was lost."""
-        return self.must_step and self._has_looked
-
     def note_update(self) -> None:
         """Note that an update has been applied."""
         if self.must_step:
@@ -245,56 +213,13 @@ class LostRanks:
         self._num_in_pass += 1
         self._num_yielded, self._num_samples = current.num_yielded, current.samples
 
-    def clip(self, clip: Callable[[], Tensor | None], parameters: list[Tensor], max_norm: float) -> Tensor | None:
-        """Bound the norm of the gradients by `clip`; return it, None where the update begins again or was given.
-
-        Collective over the shards of a replica, whose vote it is.
-        """
-        if self._given is not None and not self._is_calling:
-            return None
-        if self.must_step:
-            self._put_gradients()
-            bound, self._is_clipped = float("inf") if self._is_clipped else max_norm, True
-            return bound_by(parameters, self._norm, bound)
-        if not self._votes:
-            return clip()
-        self._num_norms += 1
-        self._has_voted = self._num_norms == 1 and any(num_shard_axes(each.grad) for each in parameters)
-        self._has_passed = False
-        try:
-            norm = clip()
-        except RuntimeError as error:
-            failure = error
-        else:
-            return self._take_norm(norm)
-        if self.takes_windows:
-            raise failure
-        self.go_on(failure)
-        return self.clip(clip, parameters, max_norm) if self.is_given else None
-
-    def _take_norm(self, norm: Tensor | None) -> Tensor:
-        assert norm is not None
-        self._norm, self._is_clipped = float(norm), True
-        # All ranks look at an update whose loss or norm may be none, and one that has not come may lack its gradients.
-        self._has_passed = self._has_voted and isfinite(self._norm) and not self._looks_at_losses
-        return norm
-
-    def _put_gradients(self) -> None:
-        if self._gradients is not None:
-            take_gradients(self._owner, self._gradients)
-            self._gradients = None
-
     def vote(self) -> bool:
         """Wait for all ranks with the gradients of their update; return False where it begins again. Collective.
 
-        For units that need it, where no norm's exchange was it. Behind the vote a rank that is lost takes nothing
-        along: all that are left have the means of all gradients, and step. Before it nobody has stepped.
+        For units that need it, others step at once. Behind the vote a rank that is lost takes nothing along: all that
+        are left have the means of all gradients, and step. Before it nobody has stepped.
         """
-        self._has_looked = True
         if self.must_step or not self._votes:
-            return True
-        if self._has_passed:
-            self._is_stepping = True
             return True
         self._has_voted = True
         try:
@@ -425,21 +350,22 @@ class LostRanks:
         units = accelerator._prepared.units
         reason = self._why_not_now() or self._why_not_joined(number)
         windows = [prepared.window.held * self._is_in_update for prepared in units]
-        # A rank that is one update behind stands in the last exchange of it, which the others have had.
+        # A Trainer that is one update behind stands in the last exchange of it, which the others have had.
         ends_update = self.takes_windows or all(prepared.window.is_last for prepared in units)
+        if self._votes:
+            ends_update = self._has_voted
         return {
             "reason": reason,
             "place": [self.num_updates, self.num_calls, *windows],
             "joins": number,
-            "can_take": self._is_alike if self._is_calling else ends_update and not self._leaves_block,
+            "can_take": self._is_alike if self._is_calling else ends_update,
             "votes": self._votes,
             "has_voted": self._is_in_update and self._has_voted,
-            "norm": self._norm,
         }
 
     def _settle(self, said: list[dict[str, Any]], number: int | None, gone: str, error: BaseException | None) -> None:
         """Let `number` join where all have come for that; raise where ranks are `gone` and the others cannot go on."""
-        reason = find_reason(said, self._survivors.replica_size)
+        reason = _find_reason(said)
         if reason and gone:
             raise RankLostError(
                 f"rank {gone} was lost, and this job cannot go on without it: {reason}. The launcher starts all ranks "
@@ -493,7 +419,6 @@ class LostRanks:
             raise SystemExit(0)
         try:
             rejoin(accelerator.process, survivors)
-            self._regroup(accelerator)
             self._share_out(accelerator)
             state = receive(0, accelerator.process.device)
             take_state(accelerator, state["accelerator"], survivors.rank)
@@ -552,23 +477,23 @@ class LostRanks:
         while True:
             rejoin(accelerator.process, survivors)
             members = survivors.members
-            places = Places.of(said, members, survivors.rank, survivors.replica_size)
-            if not (places.late or self._votes):
-                self._regroup(accelerator)
+            # Where all that were ahead are lost by now, the others begin together again.
+            places = _Places.of({rank: each for rank, each in said.items() if rank in members}, survivors.rank)
+            if not (places.behind or self._votes):
                 return self._share_out(accelerator)
             given = self._catch_up(accelerator, places)
             survivors.agree({}, group_timeout().total_seconds())
             if survivors.members == members:
-                return self._take_level(accelerator, places, given)
+                break
+        if survivors.rank in places.behind:
+            self._take_level(accelerator, places, given)
 
-    def _catch_up(self, accelerator: Accelerator, places: Places) -> Any:
+    def _catch_up(self, accelerator: Accelerator, places: _Places) -> Any:
         """Share the updates out; return the state that this rank was given, None without one or after another loss."""
         try:
-            if places.must_step and self._is_in_update:
-                self.note_update()
-                self.must_step, self._norm = True, places.norm
-            self._regroup(accelerator)
-            if not places.lacks_update or places.must_step:  # else it may begin again, where the others are lost
+            if self._votes:
+                self._take_vote(places.is_behind_update or places.have_voted)
+            if self._votes or not places.is_behind_update:
                 self._share_out(accelerator)
             return self._level(accelerator, places)
         except RuntimeError as error:
@@ -576,52 +501,42 @@ class LostRanks:
                 raise
         return None
 
-    def _regroup(self, accelerator: Accelerator) -> None:
-        """Have units exchange in the present group. Collective over it where they have groups of their own."""
-        for prepared in accelerator._prepared.units:
-            prepared.unit.rejoin()
+    def _take_vote(self, is_passed: bool) -> None:
+        """Let this rank make its step where all have come to the vote, and it has not: the update is complete."""
+        if is_passed and self._has_voted and self._is_in_update:
+            self.note_update()
+            self.must_step = True
 
-    def _level(self, accelerator: Accelerator, places: Places) -> Any:
+    def _level(self, accelerator: Accelerator, places: _Places) -> Any:
         """Give those that are one step behind what the others have: an update's state, or a collective's result."""
-        process, given = accelerator.process, None
-        for to_rank, from_rank in places.sources.items():
-            if process.rank == from_rank:
-                is_update = places.places[to_rank][0] < places.ahead[0]
-                send(self._state_for_level(accelerator, is_update), to_rank, process.device)
+        members, process, given = self._survivors.members, accelerator.process, None
+        source = next(number for number, rank in enumerate(members) if rank not in places.behind)
+        for rank, place in places.behind.items():
+            to_rank = members.index(rank)
+            if self._lacks_nothing(place, places.ahead):
+                continue
+            if process.rank == source:
+                state = collect_state(accelerator) if place[0] < places.ahead[0] else {"result": self._last_result}
+                send(state, to_rank, process.device)
             elif process.rank == to_rank:
-                given = receive(from_rank, process.device, accelerator._prepared.units)
+                given = receive(source, process.device)
         return given
 
-    def _state_for_level(self, accelerator: Accelerator, is_update: bool) -> dict[str, Any]:
-        if not is_update:
-            return {"result": self._last_result}
-        if not self.must_step:
-            return collect_state(accelerator)
-        return {"is_clipped": self._is_clipped, "gradients": collect_gradients(accelerator)}
+    def _lacks_nothing(self, place: list[int], ahead: list[int]) -> bool:
+        """Whether a rank at `place` is given nothing: it makes its own step, or has begun fewer micro-batches."""
+        return self._votes and (place[0] < ahead[0] or place[1] == ahead[1])
 
-    def _take_level(self, accelerator: Accelerator, places: Places, given: Any) -> None:
-        """Go on from this rank's place with the state that one of those ahead has given, if it lacks one."""
-        if places.own != places.ahead:
-            self._num_owed = max(places.ahead[2:]) - (0 if places.lacks_update else max(places.own[2:]))
-        if not places.is_late:
+    def _take_level(self, accelerator: Accelerator, places: _Places, given: Any) -> None:
+        """Go on from this rank's place with the state that one of those ahead has given."""
+        is_update, ahead = places.is_behind_update, places.ahead
+        self._num_owed = max(ahead[2:]) - (0 if is_update else max(places.own[2:]))
+        if self._lacks_nothing(places.own, ahead):
             return
-        if not places.lacks_update:
-            self._given = [given["result"]]
-            return
-        self.note_update()  # which is complete with this
-        self._share_out(accelerator)
-        if "gradients" in given:
-            self.must_step, self._norm, self._is_clipped = True, places.norm, given["is_clipped"]
-            self._gradients = given["gradients"]
-            take_gradients(accelerator, self._gradients)
-        else:
+        if is_update:
+            self.note_update()  # which is complete with this
+            self._share_out(accelerator)
             take_update(accelerator, given)
-            self._given = [PROGRESS.updates]
-
-    def exchange(self, backward: Callable[[], object]) -> bool:
-        """As `attempt`, of a backward: no exchange of a norm before it tells of its gradients."""
-        self._has_passed = False
-        return self.attempt(backward)
+        self._given = [PROGRESS.updates if is_update else given["result"]]
 
     def attempt(self, part: Callable[[], object]) -> bool:
         """Whether a part of an update was completed: False where a rank is lost in it, and the update begins again."""
@@ -635,7 +550,7 @@ class LostRanks:
         else:
             return True
         self.go_on(failure)
-        return self.is_given
+        return self._given is not None
 
     @contextmanager
     def ending_blocks(self) -> Iterator[None]:
@@ -650,12 +565,9 @@ class LostRanks:
         else:
             return
         if is_aside:
-            return self._end_aside()
-        self._leaves_block = True
-        try:
+            self._end_aside()
+        else:
             self.go_on(failure)
-        finally:
-            self._leaves_block = False
 
     def _go_on_in_forward(self, error: RuntimeError) -> None:
         if self.takes_windows:
@@ -666,10 +578,12 @@ class LostRanks:
         """Share the updates out among the ranks of the present group."""
         process, num_rounds = accelerator.process, self._rounds_per_update
         self.left = RanksLeft(num_rounds, process.world_size, process.rank)
-        if self._is_in_update:
-            for prepared in accelerator._prepared.units:
+        for prepared in accelerator._prepared.units:
+            prepared.unit.rejoin()
+            if self._is_in_update:
                 prepared.unit.drop_update()
                 prepared.abandon()
+        if self._is_in_update:
             PROGRESS.updates = self._num_before
             accelerator.gradient_state.sync_gradients = False
             if accelerator.nonfinite_guard is not None:
@@ -722,6 +636,50 @@ class LostRanks:
                     return result
         finally:
             self._is_calling = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the ranks of a group stood when they met: updates, collectives of the loop, and micro-batches begun."""
+
+    own: list[int]
+    ahead: list[int]
+    behind: dict[int, list[int]]
+    have_voted: bool
+    """Whether all had come to the vote of their update."""
+
+    @classmethod
+    def of(cls, said: Mapping[int, dict[str, Any]], rank: int) -> _Places:
+        """Return the places by each rank's word, as `rank` sees them."""
+        ahead = max(each["place"] for each in said.values())
+        behind = {rank: each["place"] for rank, each in said.items() if each["place"] != ahead}
+        return cls(said[rank]["place"], ahead, behind, all(each["has_voted"] for each in said.values()))
+
+    @property
+    def is_behind_update(self) -> bool:
+        """Whether others have completed an update that this rank has not."""
+        return self.own[0] < self.ahead[0]
+
+
+def _find_reason(said: list[dict[str, Any]]) -> str:
+    """Return why ranks cannot go on, by the answers of all; empty where they can. The same on all of them."""
+    reason: str = next((each["reason"] for each in said if each["reason"]), "")
+    places = {tuple(each["place"]) for each in said}
+    if reason or len(places) == 1 or _are_near(said, len(places)):
+        return reason
+    return "some had completed an update, or a collective, that others had not"
+
+
+def _are_near(said: list[dict[str, Any]], num_places: int) -> bool:
+    """Whether those behind are one update behind, or one collective of the loop, and can take it."""
+    # All ranks have to come to each: nobody can be two ahead.
+    updates, calls, *_ = max(each["place"] for each in said)
+    behind = [each for each in said if each["place"][:2] != [updates, calls]]
+    steps = {(updates - each["place"][0], calls - each["place"][1]) for each in behind}
+    # Replicas of shards need not have begun the same micro-batch of an update.
+    if not said[0]["votes"] and num_places > 2 - (not steps):
+        return False
+    return len(steps) <= 1 and steps <= {(0, 1), (1, 0)} and all(each["can_take"] for each in behind)
 
 
 def repeated_by_those_left(method: F, *, is_alike: bool = True) -> F:

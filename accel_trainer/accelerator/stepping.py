@@ -229,7 +229,7 @@ class AcceleratorStepping(AcceleratorSettings):
         backward = partial(leading.unit.backward, loss, **kwargs)
         if self.lost_ranks is not None:
             if in_window:
-                return self.lost_ranks.exchange(backward)
+                return self.lost_ranks.attempt(backward)
             self.lost_ranks.note_window_by_hand()
         try:
             backward()
@@ -381,10 +381,10 @@ class AcceleratorStepping(AcceleratorSettings):
         if not self._prepared.units:
             return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
         unit = self._unit_for(given)
-        if not self.gradient_state.sync_gradients:  # a rank was lost in it, and the update begins again
+        # A rank was lost in it, and the update begins again, or has come from another rank.
+        if not self.gradient_state.sync_gradients or (self.lost_ranks is not None and self.lost_ranks.is_given):
             return self._last_grad_norm
-        clip, lost = partial(unit.clip_grad_norm, given, max_norm, norm_type), self.lost_ranks
-        norm = clip() if lost is None else lost.clip(clip, given, max_norm)
+        norm = unit.clip_grad_norm(given, max_norm, norm_type)
         if norm is not None:
             self._last_grad_norm = norm
             if self.nonfinite_guard is not None and not self.nonfinite_guard.is_late:

@@ -196,7 +196,6 @@ class Survivors:
         members: of the present process group, in its order.
         lost: all that the launcher has named so far.
         returning: those that wait to join, as far as this rank knows.
-        replica_size: ranks, one after the other, that hold a replica between them.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -212,7 +211,7 @@ class Survivors:
         """Those that have joined, or do not wait any more; and this one."""
         self._lock = threading.Lock()
         self._num_meetings = 0
-        self.replica_size = 1
+        self._replica_size = 1
         self.users = weakref.WeakSet[Any]()
         """Those in this process that begin updates again."""
         self._said: dict[str, str] = {}
@@ -235,8 +234,8 @@ class Survivors:
 
     def take_replicas(self, size: int) -> None:
         """Let so many ranks, one after the other, hold a replica between them: it goes with each of them."""
-        if size != self.replica_size:
-            self.replica_size = size
+        if size != self._replica_size:
+            self._replica_size = size
             self._store.set("replica_size", str(size))
 
     @property
@@ -245,8 +244,8 @@ class Survivors:
         return self._without(self.lost)
 
     def _without(self, lost: frozenset[int]) -> list[int]:
-        gone = {rank // self.replica_size for rank in lost}
-        return [rank for rank in self.members if rank // self.replica_size not in gone]
+        gone = {rank // self._replica_size for rank in lost}
+        return [rank for rank in self.members if rank // self._replica_size not in gone]
 
     def _stay_without(self, lost: frozenset[int]) -> list[int]:
         """Return those that go on; end this process, without a word to them, where it is none of them.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -90,17 +90,13 @@ def _sharded_norm(gradients: list[Tensor], norm_type: float) -> Tensor:
     for gradient in gradients:
         groups, shard = _shard_of(gradient)
         shards[groups].append(shard)
-    nothing = torch.zeros((), dtype=_norm_dtype(gradients), device=next(iter(shards.values()))[0].device)
+    # In one dtype on all ranks, whatever they hold. The squares of 16-bit norms would be rounded to three digits.
+    dtype = reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
+    nothing = torch.zeros((), dtype=dtype, device=next(iter(shards.values()))[0].device)
     norms = {groups: _norms(held, norm_type, nothing) for groups, held in shards.items()}
     while sharded := next((groups for groups in norms if groups), None):
         norms = _reduce_over(sharded[-1], norms, norm_type)
     return torch.linalg.vector_norm(norms[()], norm_type)
-
-
-def _norm_dtype(gradients: list[Tensor]) -> torch.dtype:
-    """Return the one in which norms are taken on all ranks, whatever they hold."""
-    # The squares of 16-bit norms would be rounded to three digits.
-    return reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
 
 
 def _reduce_over(group: dist.ProcessGroup, norms: dict[Groups, Tensor], norm_type: float) -> dict[Groups, Tensor]:
@@ -161,17 +157,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: flo
     gradients = gradients_of(parameters)
     if not gradients:
         return torch.tensor(0.0)
-    return _bound(gradients, total_norm(gradients, float(norm_type)), max_norm)  # torch takes "inf", too
-
-
-def bound_by(parameters: Iterable[Tensor], norm: float, max_norm: float) -> Tensor:
-    """Scale sharded gradients as `clip_grad_norm` does, by a norm that is known; return that. Not collective."""
-    gradients = gradients_of(parameters)
-    device = next((gradient.device for gradient in gradients), None)
-    return _bound(gradients, torch.tensor(norm, dtype=_norm_dtype(gradients), device=device), max_norm)
-
-
-def _bound(gradients: list[Tensor], norm: Tensor, max_norm: float) -> Tensor:
+    norm = total_norm(gradients, float(norm_type))  # torch takes "inf", too
     if max_norm != float("inf"):
         # Multiplied by 1 where nothing is to be clipped: a branch on the norm would wait for the device.
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -197,11 +183,6 @@ def num_shards(tensor: Tensor) -> int:
         return 1
     axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return prod(size for size, placement in axes if not placement.is_replicate())
-
-
-def num_shard_axes(tensor: Tensor | None) -> int:
-    """Return over how many axes of its mesh a tensor is sharded."""
-    return sum(map(Placement.is_shard, tensor.placements)) if isinstance(tensor, DTensor) else 0
 
 
 def sample_sum(samples: Iterable[Tensor]) -> Tensor | None:

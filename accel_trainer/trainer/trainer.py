@@ -362,12 +362,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         with (
             nullcontext()
             if lost is None
-            else lost.beginning_updates(
-                args.gradient_accumulation_steps,
-                self.handover,
-                reports=bool(args.report_to),
-                looks_at_losses=self.loss_spikes is not None,
-            )
+            else lost.beginning_updates(args.gradient_accumulation_steps, self.handover, reports=bool(args.report_to))
         ):
             return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
 

@@ -58,10 +58,6 @@ class Setup(NamedTuple):
     """Of those that return."""
     num_replicas: int = 0
     """Of shards, of fsdp2."""
-    num_norms: int = 1
-    """By which each update is clipped."""
-    scale: float = 1.0
-    """By which the loop multiplies gradients before it clips them."""
 
 
 class Killed(NamedTuple):
@@ -147,7 +143,7 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
                 pass_place("backward")
                 accelerator.backward(mean_of(losses, accelerator, setup))
                 pass_place("optimizer")
-                clip(accelerator, model, setup)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
@@ -171,17 +167,9 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
     return values, *facts
 
 
-def clip(accelerator: Accelerator, model: nn.Module, setup: Setup) -> None:
-    for parameter in model.parameters():
-        if parameter.grad is not None and setup.scale != 1.0:
-            parameter.grad.mul_(setup.scale)
-    for _ in range(setup.num_norms):
-        accelerator.clip_grad_norm_(model.parameters(), 0.5)
-
-
 def pass_inner_places(accelerator: Accelerator, net: nn.Module, unit: Any, pass_place: Callable[[str], None]) -> None:
-    """Have places passed in the middle of a forward and of a backward, before the norm, the vote, and the step."""
-    lost = accelerator.lost_ranks
+    """Have places passed in the middle of a forward and of a backward, before the vote, and before the step."""
+    step, lost = unit.step, accelerator.lost_ranks
 
     def pass_then(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def passed(*args: Any, **kwargs: Any) -> Any:
@@ -194,7 +182,7 @@ def pass_inner_places(accelerator: Accelerator, net: nn.Module, unit: Any, pass_
         return
     net.body[3].register_forward_pre_hook(pass_then("forward", lambda *_: None), prepend=True)
     net.body[0].register_full_backward_pre_hook(pass_then("reduction", lambda *_: None))
-    unit.clip_grad_norm, unit.step = pass_then("norm", unit.clip_grad_norm), pass_then("step", unit.step)
+    unit.step = pass_then("step", step)
     if lost is not None:
         lost.vote = pass_then("vote", lost.vote)  # type: ignore[method-assign]
 
@@ -375,8 +363,8 @@ def test_those_ahead_are_lost_too_where_they_would_give_an_update(tmp_path: Path
     check(tmp_path, (Killed(2, 2, "optimizer"), Killed(0, 2, "meeting")), Setup(), world_size=3, left=[1], run=run)
 
 
-def die_levelling(third: int) -> None:
-    """Have that rank be killed in this process while ranks are given what they lack."""
+def train_levelling(killed: tuple[Killed, ...], setup: Setup, folder: Path, third: int) -> Any:
+    """Train; rank 1 is behind the others, and another rank, or it, is killed while it is given what it lacks."""
     level = LostRanks._level
 
     def level_or_die(self: LostRanks, *args: Any) -> Any:
@@ -386,11 +374,6 @@ def die_levelling(third: int) -> None:
         return level(self, *args)
 
     LostRanks._level = level_or_die  # type: ignore[method-assign]
-
-
-def train_levelling(killed: tuple[Killed, ...], setup: Setup, folder: Path, third: int) -> Any:
-    """Train; rank 1 is behind the others, and another rank, or it, is killed while it is given what it lacks."""
-    die_levelling(third)
     return train_behind(killed, setup, folder, Killed(1, 2, "backward"))
 
 

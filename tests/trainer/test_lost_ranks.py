@@ -21,7 +21,6 @@ from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.runtime.process import find_rank
 from accel_trainer.strategies.ddp import DDPUnit
 from tests.accelerator.test_lost_ranks import CONTINUE, REPLACE, wait_for_others, wait_for_return
-from tests.accelerator.test_lost_replicas import Failing, fail_in_third
 from tests.cells import beyond
 from tests.fault_injection import fault_env
 from tests.ranks import preload, run_ranks
@@ -117,14 +116,14 @@ def full(value: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def undisturbed(folder: Path, num_steps: int, world_size: int = 4) -> Any:
-    return run_ranks(train, world_size, folder / "undisturbed", num_steps=num_steps)[0]
+def undisturbed(folder: Path, num_steps: int) -> Any:
+    return run_ranks(train, 4, folder / "undisturbed", num_steps=num_steps)[0]
 
 
 def check(
     folder: Path, rank: int, results: list[Any], num_steps: int, *, returns: bool = False, left: Sequence[int] = ()
 ) -> None:
-    values, evaluations, losses, facts, _ = undisturbed(folder.parent, num_steps, len(results))
+    values, evaluations, losses, facts, _ = undisturbed(folder.parent, num_steps)
     left = left or [each for each in range(4) if each != rank] + [rank] * returns
     for number, each in enumerate(left):
         found = results[each]
@@ -207,32 +206,6 @@ def test_a_rank_behind_the_others_is_given_their_update(
     """While the others log that update, or train the next one."""
     results = run_ranks(train_behind, 4, tmp_path, failing, num_steps, logs_at, env=CONTINUE, outlives=True, timeout=80)
     check(tmp_path, 2, results, num_steps)
-
-
-def train_failing(folder: Path, killed: int, failing: Failing, num_steps: int, options: dict[str, Any]) -> Any:
-    fail_in_third(failing, 3 if num_steps == 1 else 5)  # the last batch of an epoch ends a window of its own
-    return train(folder, killed, num_steps, options=options)
-
-
-@pytest.mark.parametrize(
-    ("failing", "num_replicas", "num_steps"),
-    [
-        (Failing(norm=(1,)), 2, 1),
-        (Failing(backward=(2,), norm=(1,)), 3, 1),
-        (Failing(backward=(3,), norm=(0,)), 3, 2),
-    ],
-    ids=str,
-)
-def test_replicas_complete_an_update_that_some_ranks_have_completed(
-    failing: Failing, num_replicas: int, num_steps: int, tmp_path: Path
-) -> None:
-    world_size = 2 * num_replicas
-    options = HSDP | {"parallelism_config": {"dp_replicate_size": num_replicas, "dp_shard_size": 2}}
-    results = run_ranks(
-        train_failing, world_size, tmp_path, world_size - 2, failing, num_steps, options, env=CONTINUE, outlives=True,
-        timeout=80,
-    )  # fmt: skip
-    check(tmp_path, world_size - 2, results, num_steps, left=range(world_size - 2))
 
 
 @pytest.mark.parametrize(("rank", "num_steps", "waits_at"), [(2, 1, 4), (0, 1, 6), (1, 2, 4)])
