@@ -233,11 +233,15 @@ def note_samples(path: Path, accelerator: Accelerator, counts: Counts, samples: 
 
 def samples_of_updates(folder: Path) -> list[list[int]]:
     """Return the samples of each update's last attempt, over all ranks, those that were killed included."""
-    found: dict[tuple[int, tuple[int, int]], list[int]] = {}
+    found: dict[int, dict[int, dict[str, tuple[int, list[int]]]]] = {}
     for path in folder.glob("[0-9]"):
-        for update, attempt, samples in map(json.loads, path.read_text().splitlines()):
-            found.setdefault((update, tuple(attempt)), []).extend(samples)
-    return [sorted(found[each]) for each in dict(sorted(found)).items()]  # the last attempt of each update
+        for update, (meeting, attempt), samples in map(json.loads, path.read_text().splitlines()):
+            ranks = found.setdefault(update, {}).setdefault(meeting, {})
+            # Behind a meeting a rank reads what it alone has begun once more: attempts are each rank's own.
+            before, noted = ranks.get(path.name, (attempt, []))
+            ranks[path.name] = attempt, [*(noted if attempt == before else []), *samples]
+    last = [meetings[max(meetings)] for _, meetings in sorted(found.items())]
+    return [sorted(itertools.chain.from_iterable(noted for _, noted in ranks.values())) for ranks in last]
 
 
 @functools.cache
