@@ -214,11 +214,6 @@ def test_nodes_send_the_same_saves_where_one_is_slow(tmp_path: Path) -> None:
         store.verify(name)
 
 
-def occupy(directory: Path) -> None:
-    """Have another run save there."""
-    ObjectStore(f"file://{directory}/store", "checkpoint_", job="another").claim()
-
-
 def save_beside_another_run(directory: Path, saves: int) -> list[str]:
     """Save to a store that refuses the first node; return what the uploads have ended with."""
     run = saved_run(directory)
