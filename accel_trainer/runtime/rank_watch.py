@@ -383,6 +383,9 @@ class RankWatch:
         # Its frames have left the collective: a roll that another rank calls meanwhile is told of it all the same.
         self._position = replace(where, operation=doing)
         try:
+            if (text := self._read(self._key("end"))) is not None:
+                # Another rank has ended first. What a rank has told and got over is not the reason.
+                self._end_hung(text, where)
             failure = self.find_failure()  # written before the rank's connections closed
             if failure is None and is_expired:
                 report = self._report(self._call_roll(), is_final=True)
@@ -520,8 +523,8 @@ class RankWatch:
         self._store.set(self._key("silent"), json.dumps(sorted(silent)))
         return silent
 
-    def _end_hung(self, text: str) -> None:
-        self._end(describe_thread(self._loop_thread), HangError, text, HangError.exit_code)
+    def _end_hung(self, text: str, where: Whereabouts | None = None) -> None:
+        self._end(where or describe_thread(self._loop_thread), HangError, text, HangError.exit_code)
 
     def _end(self, where: Whereabouts | None, kind: type[Exception], text: str, code: int) -> None:
         """End this process, with the lines that an error of `kind` would print."""

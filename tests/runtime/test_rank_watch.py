@@ -26,6 +26,7 @@ from accel_trainer.errors import DesyncError, ProcessGroupError
 from accel_trainer.runtime import rank_watch
 from accel_trainer.runtime.own_watch import current_watch, failing_together
 from accel_trainer.runtime.progress import PROGRESS
+from accel_trainer.runtime.rank_watch import RankWatch
 from tests.fault_injection import fault_env
 from tests.fault_matrix import build_tests
 from tests.ranks import RankFailure, map_jobs, preload, run_ranks
@@ -194,8 +195,11 @@ def test_a_rank_that_is_stopped_ends_the_job_soon_after_the_limit(waited):
     assert 5.0 <= float((folder / "seconds").read_text()) < 9.0
 
 
-def fail_and_linger(directory: str, goes_on: bool) -> None:
-    """Fail on rank 1, which catches it and stands elsewhere, or goes on before it hangs; with a short limit."""
+def fail_and_linger(directory: str, goes_on: bool, is_slow: bool = False) -> None:
+    """Fail on rank 1, which catches it and stands elsewhere, or goes on before it hangs; with a short limit.
+
+    `is_slow`: rank 1 ends first, and rank 0 in the collective that breaks with it, before its thread comes to it.
+    """
     rank_watch._POLL_SECONDS = POLL_SECONDS
     print_in(directory)
     # Within it a rank that goes on has to be there again, on a busy machine, too.
@@ -203,6 +207,9 @@ def fail_and_linger(directory: str, goes_on: bool) -> None:
     limits = dict.fromkeys(("step_seconds", "startup_seconds", "user_seconds"), limit)
     accelerator = Accelerator(config={"use_cpu": True, "hang": limits})
     accelerator.wait_for_everyone()
+    if is_slow and accelerator.is_main_process:
+        end, main_thread = RankWatch._end, threading.main_thread()
+        RankWatch._end = lambda *args: end(*args) if threading.current_thread() is main_thread else time.sleep(5)
     if not accelerator.is_main_process:
         with contextlib.suppress(ValueError), failing_together():
             fail()
@@ -225,8 +232,9 @@ def test_a_hang_behind_a_failure_that_was_told_is_that_failure(waited):
     assert re.search(rf"{told} {ended}", printed), printed
 
 
-def test_a_hang_of_a_rank_that_has_gone_on_since_its_failure_is_a_hang(waited):
-    failures, _ = waited("gone on")
+@pytest.mark.parametrize("name", ["gone on", "gone on, the first to end"])
+def test_a_hang_of_a_rank_that_has_gone_on_since_its_failure_is_a_hang(waited, name: str):
+    failures, _ = waited(name)
 
     assert failures == {rank: f"rank {rank} died without an answer: exit code 75" for rank in range(2)}
 
@@ -331,6 +339,7 @@ WAITING: dict[str, Any] = {
     "stopped": (stop_one, {"timeout": 60, "grace_seconds": 1.0}),
     "told": (fail_and_linger, False, {}),
     "gone on": (fail_and_linger, True, {}),
+    "gone on, the first to end": (fail_and_linger, True, True, {}),
     "alive": (stay_alive, {}),
     "device": (wait_for_the_device, True, {}),
     "computing": (wait_for_the_device, False, {}),
