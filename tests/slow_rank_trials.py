@@ -1,6 +1,6 @@
 """Trainers of several ranks, of which one sleeps in a phase of its updates, or all: `python -m tests.slow_rank_trials`.
 
-The issue's bound: 200 ms in each phase on each rank are named right in all of 60 trials; 60 trials in which all
+The bound: 200 ms in each phase on each rank are named right in all of 60 trials; 60 trials in which all
 ranks are as slow are silent.
 """
 
