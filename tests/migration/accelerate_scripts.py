@@ -93,12 +93,29 @@ def run_here(script: str) -> dict[str, str]:
             _record("the whole script", found, runpy.run_module)(f"{_SCRIPTS}.{script}", run_name="__main__")
             return found
         module: Any = importlib.import_module(f"{_SCRIPTS}.{script}")
+        if script == "test_notebook":
+            _let_one_rank_crack(module)
         for name in module.main.__code__.co_names:
             check = getattr(module, name, None)
             if isinstance(check, FunctionType) and check.__module__ == module.__name__:
                 setattr(module, name, _record(name, found, check))
         _record("main", found, module.main)()
     return found
+
+
+def _let_one_rank_crack(module: Any) -> None:
+    """Have both ranks join first, and rank 0 take the trials: by itself the script hangs once in some 40 runs.
+
+    Its ranks race for the trials. One that takes the last joins the group, where the other may have found none and
+    ended, or it leaves the other waiting for one more.
+    """
+    crack = module.tough_nut_function
+
+    def tough_nut_function(queue: Any) -> None:
+        if module.PartialState().is_main_process:
+            crack(queue)
+
+    module.tough_nut_function = tough_nut_function
 
 
 def _record(name: str, found: dict[str, str], check: Callable[..., Any]) -> Callable[..., Any]:
