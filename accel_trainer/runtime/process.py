@@ -205,7 +205,13 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
                 timeout=timeout,
                 device_id=_bound_device(device, backend),
             )
+            if info.world_size > 1 and _backends(backend).get("cpu") == "gloo":
+                # gloo returns on each rank as soon as that one is connected: one that ended at once (a function that
+                # prints its rank) would fail another that still connects, "Connection closed by peer".
+                dist.all_reduce(torch.zeros((), device="cpu"))
     except (RuntimeError, ValueError, OSError) as error:
+        if dist.is_initialized():
+            dist.destroy_process_group()
         raise ProcessGroupError(
             f"rank {info.rank} of {info.world_size} could not join the process group at {address}:{port} "
             f"(backend {backend}, {info.launcher}): {error}. Check that all ranks were started and can reach it"

@@ -239,6 +239,41 @@ def test_a_rank_that_never_arrives_is_an_error_after_the_timeout(agent_store: st
     assert 0.9 < seconds < 20
 
 
+def when_connected_and_joined() -> tuple[float, float]:
+    connect, connected = dist.init_process_group, 0.0
+
+    def connect_late(*args: Any, **kwargs: Any) -> None:
+        nonlocal connected
+        connect(*args, **kwargs)
+        time.sleep(dist.get_rank())
+        connected = time.monotonic()
+
+    dist.init_process_group = connect_late
+    init_process(read_environment(), use_cpu=True)
+    return connected, time.monotonic()
+
+
+def test_no_rank_has_joined_before_all_are_connected():
+    """Or one whose work is done at once would end, and those that still connect would fail."""
+    (_, joined), (connected, _) = run_ranks(when_connected_and_joined, 2)
+
+    assert joined >= connected
+
+
+def join_one_that_leaves() -> None:
+    if os.environ["RANK"] == "1":
+        dist.init_process_group("gloo")
+        dist.destroy_process_group()
+        return
+    with pytest.raises(ProcessGroupError, match=r"rank 0 of 2 could not join the process group.*closed by peer"):
+        init_process(read_environment(), use_cpu=True)
+    assert not dist.is_initialized()
+
+
+def test_a_group_that_a_rank_has_left_meanwhile_is_an_error_and_no_group():
+    run_ranks(join_one_that_leaves, 2)
+
+
 def wait_for_a_rank_that_stays_away() -> float:
     process = init_process(read_environment(), timeout_seconds=2)
     store = dist.distributed_c10d._get_default_store()
