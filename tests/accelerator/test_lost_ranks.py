@@ -30,7 +30,7 @@ from accel_trainer.runtime.rank_loss import Survivors
 from accel_trainer.strategies.ddp import DDPUnit
 from tests.cells import crossed
 from tests.fault_injection import fault_env
-from tests.ranks import RankFailure, preload, run_ranks
+from tests.ranks import RankFailure, map_jobs, preload, run_ranks
 
 preload("accel_trainer.accelerator")
 
@@ -244,8 +244,15 @@ def samples_of_updates(folder: Path) -> list[list[int]]:
     return [sorted(itertools.chain.from_iterable(noted for _, noted in ranks.values())) for ranks in last]
 
 
-@functools.cache
 def undisturbed(setup: Setup, world_size: int) -> Any:
+    """Return what DDP gives without a loss, whatever shards the model, reads the data, or waits."""
+    plain = Setup()
+    same = {name: getattr(plain, name) for name in ("num_workers", "strategy", "gathers", "num_replicas")}
+    return _undisturbed(setup._replace(**same, waits=(), num_at_once=1), world_size)
+
+
+@functools.cache
+def _undisturbed(setup: Setup, world_size: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(train, world_size, (), setup, Path(folder))[0], samples_of_updates(Path(folder))
 
@@ -258,7 +265,7 @@ def check(
     left: list[int] | None = None,
     run: Callable[..., Any] | None = None,
 ) -> None:
-    (expected, *_), samples = undisturbed(setup._replace(waits=(), num_at_once=1), world_size)
+    (expected, *_), samples = undisturbed(setup, world_size)
     env = REPLACE if setup.waits else CONTINUE
     run = run or functools.partial(run_ranks, train)
     num_returning = len(setup.waits) * setup.num_at_once
@@ -443,20 +450,23 @@ def save_and_evaluate(folder: Path, killed: bool) -> Any:
     return weights
 
 
-def load_whole(folder: Path) -> None:
+def load_whole(folders: list[Path]) -> None:
     accelerator = build(Setup())[0]
     accelerator.prepare(DataLoader(torch.arange(24.0).reshape(24, 1), 2))
-    accelerator.load_state(folder)
+    for folder in folders:
+        accelerator.load_state(folder)
 
 
-@pytest.mark.parametrize(
-    "point", ["begin", "after_shard", "before_vote", "after_vote", "before_rename", "after_rename"]
-)
-def test_a_state_is_saved_by_those_left(point: str, tmp_path: Path) -> None:
-    faults = fault_env(f"kill9@save.{point}:rank=2")
-    results = run_ranks(save_and_evaluate, 4, tmp_path, False, env=CONTINUE | faults, outlives=True, timeout=60)
-    assert results[2] is None
-    run_ranks(load_whole, 2, tmp_path / "state")
+def test_a_state_is_saved_by_those_left(tmp_path: Path) -> None:
+    points = ["begin", "after_shard", "before_vote", "after_vote", "before_rename", "after_rename"]
+
+    def save(point: str) -> list[Any]:
+        env = CONTINUE | fault_env(f"kill9@save.{point}:rank=2")
+        return run_ranks(save_and_evaluate, 4, tmp_path / point, False, env=env, outlives=True, timeout=60)
+
+    for point, results in map_jobs(save, points).items():
+        assert results[2] is None, point
+    run_ranks(load_whole, 2, [tmp_path / point / "state" for point in points])
 
 
 def test_a_loss_in_an_evaluation_of_a_loop_ends_all_together(tmp_path: Path) -> None:

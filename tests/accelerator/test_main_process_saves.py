@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.runtime import rank_watch
 from accel_trainer.runtime.own_watch import stop_watch
 from accel_trainer.utils import DataLoaderConfiguration
-from tests.ranks import RankFailure, preload, run_ranks
+from tests.ranks import RankFailure, map_jobs, preload, run_ranks
 
 preload("accel_trainer.accelerator")
 NUM_SAMPLES = 44
@@ -36,6 +37,7 @@ def noted(accelerator_logger: str = "accel_trainer") -> list[str]:
 
 def train(folder: Path, saves_at: int | None, resumes: bool) -> tuple[Any, ...]:
     """Train two epochs; return the samples of each update, the weights, a draw after the load, and what was said."""
+    rank_watch._STUCK_SECONDS = 1.0
     said = noted()
     stateful = DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = Accelerator(cpu=True, strategy="ddp", dataloader_config=stateful, config={"meters": True})
@@ -102,15 +104,16 @@ def save_in_turns(folder: Path, config: dict[str, Any]) -> list[str]:
     return [str(sum(name.startswith("random_") for name in manifest.files) // 2) for manifest in manifests]
 
 
-@pytest.mark.parametrize("config", [{}, {"debug": True}, {"save_async": True}], ids=["plain", "debug", "save_async"])
-def test_saves_of_the_main_process_and_of_all_ranks_take_turns(tmp_path: Path, config: dict[str, Any]):
-    if "save_async" in config:  # the third save is behind one of all ranks in the background
-        with pytest.raises(RankFailure, match="DesyncError: rank 0 is about to call save_state") as caught:
-            run_ranks(save_in_turns, 2, tmp_path, config, timeout=60, grace_seconds=1)
-        assert "state_1" not in str(caught.value)
-        assert Manifest.read(tmp_path / "state_0").metadata["main_process_of"] == 2
-        return
-    assert run_ranks(save_in_turns, 2, tmp_path, config) == [["1", "2", "1", "2"]] * 2
+@pytest.mark.parametrize("name", ["plain", "debug"])
+def test_saves_of_the_main_process_and_of_all_ranks_take_turns(ended: Callable[[str], Any], name: str):
+    assert ended(name)[0] == [["1", "2", "1", "2"]] * 2
+
+
+def test_a_save_of_the_main_process_behind_one_of_all_in_the_background_is_refused(ended: Callable[[str], Any]):
+    failed, folder = ended("save_async")
+    assert "DesyncError: rank 0 is about to call save_state" in str(failed)
+    assert "state_1" not in str(failed)
+    assert Manifest.read(folder / "state_0").metadata["main_process_of"] == 2
 
 
 def save_and_leave(folder: Path) -> None:
@@ -166,6 +169,7 @@ def test_hooks_get_the_models_without_the_wrapper_of_ddp(tmp_path: Path):
 
 
 def save_what_ranks_share(folder: Path, strategy: str, kind: str) -> None:
+    rank_watch._STUCK_SECONDS = 1.0
     accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
     model, _ = accelerator.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters()))
     if kind == "window":
@@ -178,14 +182,40 @@ def save_what_ranks_share(folder: Path, strategy: str, kind: str) -> None:
     accelerator.wait_for_everyone()
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("fsdp2", "shards"), ("ddp", "window"), ("ddp", "rank")])
-def test_a_save_of_one_rank_that_has_not_all_is_refused_with_both_lines(tmp_path: Path, strategy: str, kind: str):
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(save_what_ranks_share, 2, tmp_path, strategy, kind, timeout=60, grace_seconds=1)
+WAITING: dict[str, tuple[Callable[..., Any], Any]] = {
+    "plain": (save_in_turns, {}),
+    "debug": (save_in_turns, {"debug": True}),
+    "save_async": (save_in_turns, {"save_async": True}),
+    "shards": (save_what_ranks_share, "fsdp2"),
+    "window": (save_what_ranks_share, "ddp"),
+    "rank": (save_what_ranks_share, "ddp"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """Run jobs that wait for most of their time, three at once; return of each its results, or failure, and folder."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in WAITING}
+
+    def run(name: str) -> Any:
+        function, option = WAITING[name]
+        rest = (name,) if function is save_what_ranks_share else ()
+        try:
+            return run_ranks(function, 2, folders[name], option, *rest, timeout=60, grace_seconds=1)
+        except RankFailure as failed:
+            return failed
+
+    results = map_jobs(run, WAITING)
+    return lambda name: (results[name], folders[name])
+
+
+@pytest.mark.parametrize("kind", ["shards", "window", "rank"])
+def test_a_save_of_one_rank_that_has_not_all_is_refused_with_both_lines(ended: Callable[[str], Any], kind: str):
+    failed, folder = ended(kind)
     saves = int(kind == "rank")
-    told = caught.value.failures[saves]
+    told = failed.failures[saves]
     assert f"DesyncError: rank {saves} is about to call save_state, save_what_ranks_share (test_main_process" in told
     assert f"and rank {1 - saves} waits for it in" in told
     assert told.count("save_what_ranks_share (test_main_process") == 2, "the lines of both"
     assert "All ranks call save_state(): take it out of `if accelerator.is_main_process`. The main process can" in told
-    assert not (tmp_path / "state").exists()
+    assert not (folder / "state").exists()

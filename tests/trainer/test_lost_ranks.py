@@ -149,10 +149,8 @@ PLACES = {
 }
 
 
-# Beyond the sample what tests/accelerator/test_lost_ranks.py loses ranks at, too.
-@pytest.mark.parametrize(
-    "place", [beyond(name) if name in ("forward", "optimizer", "gather") else name for name in PLACES]
-)
+# Beyond the samples what tests/accelerator loses ranks at, too.
+@pytest.mark.parametrize("place", [name if name in ("data", "evaluation", "save") else beyond(name) for name in PLACES])
 def test_updates_and_evaluations_are_those_of_the_run_without_a_loss(place: str, tmp_path: Path) -> None:
     point, step = PLACES[place]
     faults = fault_env(f"kill9@{point}:rank=2" + (f":step={step}" if step is not None else ""))
@@ -160,7 +158,9 @@ def test_updates_and_evaluations_are_those_of_the_run_without_a_loss(place: str,
     check(tmp_path, 2, results, 1)
 
 
-@pytest.mark.parametrize("place", [beyond(name) if name in ("forward", "gather") else name for name in PLACES])
+@pytest.mark.parametrize(
+    "place", [name if name in ("optimizer", "evaluation", "save") else beyond(name) for name in PLACES]
+)
 def test_replicas_of_shards_go_on_without_the_one_that_has_lost_a_rank(place: str, tmp_path: Path) -> None:
     """The run without a loss is one of DDP."""
     point, step = PLACES[place]
