@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -72,13 +74,20 @@ def flaky() -> type[Flaky]:
     return Flaky
 
 
+# 8 updates, by strategy.
+CONSTANT = {"lr_scheduler_type": "constant"}
+WHOLE: dict[str, dict[str, Any]] = {
+    "single": CONSTANT, "ddp": {**CONSTANT, "samples": 64}, "fsdp_sharded": {**CONSTANT, "samples": 64},
+}  # fmt: skip
+
+
 def trained(directory: Path, uri: str | None = None, resume: Any = None, **changes: Any) -> dict[str, Any]:
     options: dict[str, Any] = {
         "model": "gpt2",
         "dropout": 0.1,
         "save_strategy": "steps",
         "save_steps": 3,
-        "samples": 64,
+        "samples": 32,
         **changes,
     }
     trainer = build_trainer(directory, checkpoint_uri=uri, **options)
@@ -91,6 +100,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("run")
     trained(directory)
     return directory / "checkpoint-3"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What a run gives that loses no disk, by its strategy; each runs once."""
+    return functools.cache(
+        lambda strategy: on_ranks(strategy, trained, tmp_path_factory.mktemp(strategy), **WHOLE[strategy])[0]
+    )
 
 
 def store_of(directory: Path, **kwargs: Any) -> ObjectStore:
@@ -250,10 +267,10 @@ def test_a_slow_store_gets_the_newest(tmp_path: Path, checkpoint: Path) -> None:
 def after_a_loss(directory: Path, *, strategy: str, given: Any, save_async: bool = False) -> dict[str, Any]:
     """Resume on an empty disk what was trained to its middle on another."""
     uri = f"file://{directory}/store"
-    options = {"strategy": strategy, "save_async": save_async, "save_total_limit": 2}
-    trained(directory / "lost", uri, max_steps=6, lr_scheduler_type="constant", **options)
+    options = {**WHOLE[strategy], "strategy": strategy, "save_async": save_async, "save_total_limit": 2}
+    trained(directory / "lost", uri, max_steps=6, **options)
     given = given.format(uri=uri) if isinstance(given, str) else given
-    return trained(directory / "new", uri, given, lr_scheduler_type="constant", **options)
+    return trained(directory / "new", uri, given, **options)
 
 
 @pytest.mark.multirank
@@ -266,8 +283,10 @@ def after_a_loss(directory: Path, *, strategy: str, given: Any, save_async: bool
         ("fsdp_sharded", "{uri}/checkpoint-6", False),
     ],
 )
-def test_a_run_goes_on_from_the_store_on_an_empty_disk(tmp_path, strategy: str, given: Any, save_async: bool) -> None:
-    whole = on_ranks(strategy, trained, tmp_path / "whole", lr_scheduler_type="constant")[0]
+def test_a_run_goes_on_from_the_store_on_an_empty_disk(
+    tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]], strategy: str, given: Any, save_async: bool
+) -> None:
+    whole = undisturbed(strategy)
     found = on_ranks(strategy, after_a_loss, tmp_path, given=given, save_async=save_async)[0]
     assert found["losses"] == whole["losses"]
     np.testing.assert_equal(found["weights"], whole["weights"])
@@ -310,16 +329,18 @@ def test_a_native_loop_goes_on_from_the_store(tmp_path: Path) -> None:
     assert native(tmp_path / "another", uris[1], f"file://{copy}/checkpoint_2") == expected
 
 
-def test_auto_begins_where_there_is_nothing_and_goes_on_from_either_place(tmp_path: Path, caplog) -> None:
+def test_auto_begins_where_there_is_nothing_and_goes_on_from_either_place(
+    tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]], caplog
+) -> None:
     caplog.set_level("INFO", "accel_trainer")
-    uri, options = f"file://{tmp_path}/store", {"lr_scheduler_type": "constant"}
+    uri, options, whole = f"file://{tmp_path}/store", CONSTANT, undisturbed("single")
     with pytest.raises(
         ConfigError, match=r"no checkpoint-N in .*/run or file://.*/store; train without .* or give .*'auto'"
     ):
         trained(tmp_path / "run", uri, "latest", **options)
     assert "begins" not in caplog.text
-    whole = trained(tmp_path / "whole", resume="auto", **options)
-    assert f"there is no checkpoint in {tmp_path}/whole, and the run begins" in caplog.text
+    trained(tmp_path / "alone", resume="auto", max_steps=1, **options)
+    assert f"there is no checkpoint in {tmp_path}/alone, and the run begins" in caplog.text
     trained(tmp_path / "run", uri, "auto", max_steps=6, **options)
     assert f"there is no checkpoint in {tmp_path}/run or {uri}, and the run begins" in caplog.text
     shutil.copytree(tmp_path / "run", tmp_path / "copy")

@@ -24,7 +24,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.strategies.api import Capabilities
 from tests.ranks import preload, run_ranks
 from tests.strategy_configs import HAS_DEEPSPEED
-from tests.trainer_jobs import build_trainer, weights_of
+from tests.trainer_jobs import SaveAt, build_trainer, weights_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "optimizers.md"
 MODULES = {
@@ -200,13 +200,13 @@ def test_torchaos_offload_is_refused_by_name():
 
 
 def resume(folder: str, name: str, strategy: str) -> list[list[float]]:
-    """Return the losses of a run, and of one that goes on from its first checkpoint."""
+    """Return the losses of a run, and of one that goes on from its checkpoint, which is half way."""
     found = []
     for checkpoint in (None, f"{folder}/{name}/checkpoint-2"):
-        target = f"{folder}/{name}" if checkpoint is None else f"{folder}/{name}-again"
         trainer = build_trainer(
-            target, strategy="fsdp" if strategy == "fsdp" else "single", samples=16, optim=name, save_strategy="steps",
-            save_steps=2, per_device_train_batch_size=4 if strategy == "one" else 2,
+            f"{folder}/{name}", strategy="fsdp" if strategy == "fsdp" else "single", samples=16, optim=name,
+            per_device_train_batch_size=4 if strategy == "one" else 2,
+            options={"callbacks": [SaveAt(2)] if checkpoint is None else []},
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=checkpoint)
         found.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])

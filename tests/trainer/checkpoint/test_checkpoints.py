@@ -29,11 +29,11 @@ pytestmark = [
 TWO_RANKS = ["ddp", "fsdp", "fsdp_sharded"]
 STRATEGIES = ["single", *TWO_RANKS]
 CROSSINGS = [("ddp", "fsdp"), ("fsdp", "ddp"), ("fsdp_sharded", "ddp"), ("fsdp", "fsdp_sharded")]
-# 13 batches of a rank, windows of 2 batches: 7 updates an epoch, the last of one batch; dropout draws random numbers.
+# 7 batches of a rank, windows of 2 batches: 4 updates an epoch, the last of one batch; dropout draws random numbers.
 RUN: dict[str, Any] = {
     "model": "gpt2",
     "dropout": 0.2,
-    "samples": 52,
+    "samples": 28,
     "num_train_epochs": 2,
     "gradient_accumulation_steps": 2,
 }
@@ -66,7 +66,7 @@ def write(folder: Path, strategies: list[str]) -> dict[str, Any]:
         own, size = folder / strategy, 4 if strategy == "single" else 2
         for name, options in (("exact", RUN), ("plain", PLAIN)):
             trainer = build_trainer(
-                own / name, strategy=strategy, per_device_train_batch_size=size, options={"callbacks": [SaveAt(3, 7)]},
+                own / name, strategy=strategy, per_device_train_batch_size=size, options={"callbacks": [SaveAt(2, 4)]},
                 **options,
             )  # fmt: skip
             trainer.train()
@@ -85,14 +85,14 @@ def resume(folder: Path, strategies: list[str]) -> dict[str, Any]:
             folder / "again", strategy, folder / strategy / "exact" / f"checkpoint-{step}", **RUN
         )
         for strategy in strategies
-        for step in (3, 7)
+        for step in (2, 4)
     }  # fmt: skip
 
 
 def resume_on_two(folder: Path) -> dict[str, Any]:
     found = resume(folder, TWO_RANKS)
     for first, second in CROSSINGS:
-        found[first, second] = run(folder / "again", second, folder / first / "plain" / "checkpoint-3", **PLAIN)
+        found[first, second] = run(folder / "again", second, folder / first / "plain" / "checkpoint-2", **PLAIN)
     for name in ("stock-full", "stock-sharded"):
         found[name] = run(folder / "again", "fsdp", folder / name, **PLAIN)
     for name in ("no-weights", "other-groups"):
@@ -134,12 +134,12 @@ def written(alone, on_two) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def resumed_on_two(folder, on_two) -> list[dict[str, Any]]:
     """What others resume from it, and what they say of what they cannot."""
-    plain = folder / "fsdp" / "plain" / "checkpoint-3"
+    plain = folder / "fsdp" / "plain" / "checkpoint-2"
     stock_checkpoint(plain, folder / "stock-full", sharded=False)
     stock_checkpoint(plain, folder / "stock-sharded", sharded=True)
     without_manifest(Path(shutil.copytree(plain, folder / "no-weights")))
     (folder / "no-weights" / "model.safetensors").unlink()
-    without_manifest(Path(shutil.copytree(folder / "ddp" / "plain" / "checkpoint-3", folder / "other-groups")))
+    without_manifest(Path(shutil.copytree(folder / "ddp" / "plain" / "checkpoint-2", folder / "other-groups")))
     path = folder / "other-groups" / "optimizer.pt"
     state = torch.load(path, weights_only=True)
     state["param_groups"][0]["params"].pop()
@@ -163,7 +163,7 @@ def test_resuming_inside_and_at_the_end_of_an_epoch_continues_exactly(folder, wr
     found = resumed_on_two[0] | resume(folder, ["single"])
     for strategy in STRATEGIES:
         whole = written[strategy, "exact"]
-        for step in (3, 7):
+        for step in (2, 4):
             assert found[strategy, step]["losses"] == whole["losses"], (strategy, step)
             assert_equal_weights(found[strategy, step]["weights"], whole["weights"])
 
@@ -171,7 +171,7 @@ def test_resuming_inside_and_at_the_end_of_an_epoch_continues_exactly(folder, wr
 @pytest.mark.multirank
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_files_are_upstreams_and_each_is_written_once(folder, written, strategy):
-    checkpoint = folder / strategy / "plain" / "checkpoint-7"
+    checkpoint = folder / strategy / "plain" / "checkpoint-4"
     rng = {"rng_state.pth"} if strategy == "single" else {"rng_state_0.pth", "rng_state_1.pth"}
     shards = {"optimizer.json", *(f"optimizer.optimizer.0000{rank}.safetensors" for rank in range(2))}
     optimizer = {"fsdp": {"optimizer.bin"}, "fsdp_sharded": shards}.get(strategy, {"optimizer.pt"})
@@ -236,7 +236,7 @@ def test_another_strategy_resumes_from_a_checkpoint(written, resumed_on_two):
 
 @pytest.mark.multirank
 def test_one_process_resumes_what_two_sharded_ones_saved(folder, written):
-    resumed = run(folder / "again", "single", folder / "fsdp" / "plain" / "checkpoint-3", **PLAIN)
+    resumed = run(folder / "again", "single", folder / "fsdp" / "plain" / "checkpoint-2", **PLAIN)
 
     np.testing.assert_allclose(resumed["losses"], written["fsdp", "plain"]["losses"], rtol=1e-5)
 
@@ -275,7 +275,7 @@ def test_a_checkpoint_of_the_stock_trainer_is_read(written, resumed_on_two, form
 
 @pytest.mark.multirank
 def test_the_stock_trainer_is_given_what_it_resumes_from(folder, on_two, tmp_path):
-    source = folder / "fsdp" / "exact" / "checkpoint-3"
+    source = folder / "fsdp" / "exact" / "checkpoint-2"
     names = export_hf_fsdp(source, tmp_path / "full", is_sharded=False)
     assert {"pytorch_model_fsdp.bin", "optimizer.bin", "scheduler.pt", "trainer_state.json", "rng_state_1.pth"} <= {
         *names
@@ -290,7 +290,7 @@ def test_the_stock_trainer_is_given_what_it_resumes_from(folder, on_two, tmp_pat
     torch.testing.assert_close(optimizer["state"], saved["state"], rtol=0, atol=0)
 
     # The form is that of the run which resumes, whatever the one that saved has written.
-    sharded = folder / "fsdp_sharded" / "exact" / "checkpoint-3"
+    sharded = folder / "fsdp_sharded" / "exact" / "checkpoint-2"
     export_hf_fsdp(source, tmp_path / "from_full", is_sharded=True)
     export_hf_fsdp(sharded, tmp_path / "from_sharded", is_sharded=True)
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
@@ -300,7 +300,7 @@ def test_the_stock_trainer_is_given_what_it_resumes_from(folder, on_two, tmp_pat
             assert torch.equal(found[key], same[key]), key
 
     with pytest.raises(IncompatibleCheckpointError, match="numbers its parameters, as on one process and with DDP"):
-        export_hf_fsdp(folder / "ddp" / "exact" / "checkpoint-3", tmp_path / "ddp", is_sharded=True)
+        export_hf_fsdp(folder / "ddp" / "exact" / "checkpoint-2", tmp_path / "ddp", is_sharded=True)
 
 
 def test_ignore_data_skip_begins_the_epoch_again(tmp_path):
@@ -319,7 +319,7 @@ def test_ignore_data_skip_begins_the_epoch_again(tmp_path):
 
 @pytest.mark.multirank
 def test_a_directory_without_weights_is_no_checkpoint_on_any_rank(folder, tmp_path, resumed_on_two):
-    checkpoint = Path(shutil.copytree(folder / "fsdp" / "plain" / "checkpoint-3", tmp_path / "checkpoint-3"))
+    checkpoint = Path(shutil.copytree(folder / "fsdp" / "plain" / "checkpoint-2", tmp_path / "checkpoint-3"))
     (checkpoint / "model.safetensors").unlink()
     with pytest.raises(CheckpointNotFoundError, match=r"model.safetensors is missing; the checkpoint is incomplete"):
         run(tmp_path / "again", "single", checkpoint, **PLAIN)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from tests.cells import crossed
+from tests.cells import beyond, crossed
 from tests.ranks import preload
 from tests.trainer_jobs import SaveAt, SaveWithin, arguments, build_trainer, on_ranks, strategy_arguments, summary
 
@@ -137,7 +137,7 @@ OTHER_LOADERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", OTHER_LOADERS)
 def test_a_resumed_run_draws_alike_however_its_data_is_read(tmp_path: Path, name: str) -> None:
-    options = {**OTHER_LOADERS[name], "eval_strategy": "steps", "eval_steps": 2}
+    options = {**OTHER_LOADERS[name], "eval_strategy": "steps", "eval_steps": 5}
     whole = train(str(tmp_path), steps=(3, 9), **options)
 
     for step in (3, 9):
@@ -209,11 +209,13 @@ class Words(Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def train_with_own_loaders(output_dir: str, *, strategy: str) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+def train_with_own_loaders(
+    output_dir: str, cases: list[int], *, strategy: str
+) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     from transformers import default_data_collator
 
     found = []
-    for workers in (0, 2):
+    for workers in cases:
         own_loader = partial(in_workers, collator=default_data_collator, workers=workers)
         options = {"strategy": strategy, "dataset": Words(10), "own_loader": own_loader}
         whole = train(f"{output_dir}/{workers}", steps=(2,), **options)
@@ -226,20 +228,21 @@ def in_workers(dataset: Any, _: Any, collator: Any, workers: int) -> DataLoader:
     return shuffled(dataset, collator, num_workers=workers)
 
 
-def train_on_a_stream(output_dir: str, *, strategy: str) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+def train_on_a_stream(
+    output_dir: str, cases: list[tuple[int, int]], *, strategy: str
+) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    """Train with each number of workers, on shards of its own for each rank or, with one, on slices of one stream."""
     import datasets
 
     found = []
     rows = datasets.Dataset.from_list([{"input_ids": row} for row in Cropped(16).rows])
-    for workers in (0, 2):
-        # In shards of its own for each rank, and, with one shard, as slices of one stream.
-        for num_shards in (4, 1):
-            stream = rows.to_iterable_dataset(num_shards=num_shards).map(_disturb)
-            options = {"strategy": strategy, "dataset": stream, "dataloader_num_workers": workers, "max_steps": 5}
-            folder = f"{output_dir}/{workers}-{num_shards}"
-            whole = train(folder, steps=(2,), **options)
-            resumed = train(f"{folder}-again", resume=f"{folder}/checkpoint-2", **options)
-            found.append(((workers, num_shards), resumed, whole))
+    for workers, num_shards in cases:
+        stream = rows.to_iterable_dataset(num_shards=num_shards).map(_disturb)
+        options = {"strategy": strategy, "dataset": stream, "dataloader_num_workers": workers, "max_steps": 5}
+        folder = f"{output_dir}/{workers}-{num_shards}"
+        whole = train(folder, steps=(2,), **options)
+        resumed = train(f"{folder}-again", resume=f"{folder}/checkpoint-2", **options)
+        found.append(((workers, num_shards), resumed, whole))
     return found
 
 
@@ -262,9 +265,18 @@ def test_losses_and_weights_of_a_resumed_run_are_those_of_the_run_that_never_sto
 
 @pytest.mark.multirank
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("run", [train_with_own_loaders, train_on_a_stream])
-def test_so_are_those_of_loaders_and_streams_of_the_users_own(tmp_path: Path, run: Callable[..., Any]) -> None:
-    for results in on_ranks("ddp", run, str(tmp_path)):
+@pytest.mark.parametrize(
+    ("run", "cases"),
+    [
+        (train_with_own_loaders, [0, 2]),
+        (train_on_a_stream, [(0, 4), (2, 1)]),
+        beyond((train_on_a_stream, [(0, 1), (2, 4)])),
+    ],
+)
+def test_so_are_those_of_loaders_and_streams_of_the_users_own(
+    tmp_path: Path, run: Callable[..., Any], cases: list[Any]
+) -> None:
+    for results in on_ranks("ddp", run, str(tmp_path), cases):
         for case, resumed, whole in results:
             assert_same_end(resumed, whole, case)
 
