@@ -50,6 +50,7 @@ _PRELOADED = [
 # What others import when they are first used: with DeepSpeed, two seconds in every rank.
 _IMPORTED_LATE = {
     "accel_trainer.accelerator": ("accel_trainer.strategies.ddp", "accel_trainer.strategies.fsdp2.strategy"),
+    "accel_trainer.trainer": ("accel_trainer.strategies.ddp", "accel_trainer.strategies.fsdp2.strategy"),
     "deepspeed": (
         "accel_trainer.integrations.deepspeed.strategy",
         "torch._inductor.compile_fx",
