@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from accel_trainer import Accelerator
 from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from tests import warm
 from tests.checkpoint.crash_job import SavedRun, acknowledged, assert_survived, save_repeatedly
 from tests.fault_injection import fault_env
 from tests.ranks import RankFailure, run_ranks
@@ -248,16 +250,13 @@ def leave_at_once(directory: Path) -> None:
 
 
 def test_r5_the_end_of_the_process_waits_for_the_writer(tmp_path: Path):
-    import subprocess
-    import sys
-
     code = (
         "import sys; from pathlib import Path; from tests.accelerator.test_checkpointing import leave_at_once; "
         "from accel_trainer.checkpoint import manifest; manifest._FLUSH_BYTES = 1; "  # as in large files
         "from tests.fault_injection import install_faults; "
         "install_faults('sleep@save.mid_shard:step=0:seconds=0.05', 0); leave_at_once(Path(sys.argv[1]))"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    warm.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
     run = SavedRun(tmp_path)
     run.accelerator.load_state()
     assert run.step_held() == 0

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from accel_trainer import Accelerator, DataLoaderConfiguration
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.utils import set_seed
+from tests.cells import beyond
 from tests.ranks import run_ranks
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 21, 4, 2
@@ -148,18 +149,22 @@ def mask(samples: list[dict[str, float]]) -> torch.Tensor:
     return noise * (torch.rand(len(samples), 1) < 0.7) * random.random() * np.random.rand()
 
 
-def lose_alike(folder: Path) -> dict[str, tuple[list[float], list[float]]]:
+# Of what is read, by how many workers, and where a run stops: the sixth is the last of the epoch.
+BY_ITSELF = [("map", 0, (2, 6)), ("stream", 0, (2, 6)), ("map", 2, (2,)), ("stream", 2, (2,))]
+
+
+def lose_alike(folder: Path, by_itself: list[Any], by_hand: list[Any]) -> dict[str, tuple[list[float], list[float]]]:
     results = {}
-    for kind, workers in (("map", 0), ("stream", 0), ("map", 2), ("stream", 2)):
-        for stop in (2, 6) if not workers else (2,):  # the sixth is the last of the epoch
-            whole = train(build_with_dropout(kind, workers))
+    for kind, workers, stops in by_itself:
+        whole = train(build_with_dropout(kind, workers))
+        for stop in stops:
             parts = build_with_dropout(kind, workers)
             head = train(parts, stop)
             parts[0].save_state(folder / f"{kind}{workers}{stop}")
             again = build_with_dropout(kind, workers, seed=5)
             again[0].load_state(folder / f"{kind}{workers}{stop}")
             results[f"{kind} {workers} {stop}"] = (whole, [*head, *train(again)])
-    for kind, workers in (("map", 0), ("map", 2), ("stream", 0), ("stream", 2)):
+    for kind, workers in by_hand:
         # A loader that does not resume by itself may read shards of the stream's own, hence a whole run of its kind.
         whole = train(build_with_dropout(kind, workers, is_stateful=False))
         parts = build_with_dropout(kind, workers, is_stateful=False)
@@ -173,8 +178,14 @@ def lose_alike(folder: Path) -> dict[str, tuple[list[float], list[float]]]:
 
 
 @pytest.mark.multirank
-def test_r8_losses_with_dropout_and_augmentation_are_those_of_the_run_that_never_stopped(tmp_path: Path) -> None:
-    for results in (lose_alike(tmp_path / "one"), *run_ranks(lose_alike, 2, tmp_path / "two", timeout=110)):
+@pytest.mark.parametrize(
+    ("by_itself", "by_hand"), [(BY_ITSELF, [("map", 0), ("stream", 2)]), beyond(([], [("map", 2), ("stream", 0)]))]
+)
+def test_r8_losses_with_dropout_and_augmentation_are_those_of_the_run_that_never_stopped(
+    tmp_path: Path, by_itself: list[Any], by_hand: list[Any]
+) -> None:
+    alone = lose_alike(tmp_path / "one", by_itself, by_hand)
+    for results in (alone, *run_ranks(lose_alike, 2, tmp_path / "two", by_itself, by_hand, timeout=110)):
         for name, (whole, parts) in results.items():
             assert parts == whole, name
 

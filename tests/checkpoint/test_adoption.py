@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from accel_trainer.errors import (
     IncompatibleCheckpointError,
 )
 from accel_trainer.launch.cli import main
+from tests import warm
 from tests.publishing import ALONE, flip, publish, publish_directory
 
 STATE = {"a": torch.arange(600.0).reshape(20, 30), "b": torch.ones(50), "n": torch.arange(3)}
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_a_run_that_saves_is_left_alone(checkpoint: Path) -> Non
     save_anew(checkpoint, STATE)
     lock = DirectoryLock.take(checkpoint.with_name("_lock"))
     command = [sys.executable, "-m", "accel_trainer", "ckpt", "adopt", str(checkpoint)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = warm.run(command, capture_output=True, text=True, timeout=60)
     lock.release()
     assert done.returncode == 2
     assert f"is written to by another run (process {os.getpid()} on" in done.stderr

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from accel_trainer.errors import ConfigError
-from tests.cells import crossed
+from tests.cells import crossed, selected
 from tests.ranks import RankFailure, run_ranks
 from tests.trainer_jobs import build_model, build_trainer, on_ranks, summary
 
@@ -155,7 +155,7 @@ def test_memory_that_runs_out_in_evaluation_is_not_answered_with_a_smaller_train
     assert trainer._train_batch_size == 4
 
 
-RUN: dict[str, Any] = {"dropout": 0.2, "samples": 48, "num_train_epochs": 2}
+RUN: dict[str, Any] = {"dropout": 0.2, "samples": 64}
 SIZE = 4
 """The second one that is tried, after 8; two make the same update."""
 
@@ -232,25 +232,34 @@ def test_an_attempt_begins_where_the_first_one_began(tmp_path, options: dict[str
     check_same_run(found, at_once(str(tmp_path / "reference"), "single", **options))
 
 
+def search_on_two(folder: str, cases: list[tuple[int, str]]) -> dict[Any, Any]:
+    """Return the summary of the run that fits for each rank and place, and that of one without a search."""
+    found = {case: search(f"{folder}/{case[1]}", "ddp", case[1], case[0]) for case in cases}
+    return {**found, "at once": at_once(f"{folder}/reference", "ddp")}
+
+
 @pytest.fixture(scope="module")
-def at_once_on_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_ranks(at_once, 2, str(tmp_path_factory.mktemp("reference")), "ddp", timeout=60)
+def on_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    cases = selected(request, "test_one_rank_out_of_memory_takes_the_others_along_to_the_next_size")
+    return run_ranks(search_on_two, 2, str(tmp_path_factory.mktemp("two")), cases, timeout=110)
 
 
 @pytest.mark.parametrize(("where", "rank"), crossed(["forward", "before the optimizer", "in the optimizer"], [0, 1]))
 def test_one_rank_out_of_memory_takes_the_others_along_to_the_next_size(
-    tmp_path, at_once_on_two, where: str, rank: int
+    on_two: list[dict[Any, Any]], where: str, rank: int
 ):
-    found = run_ranks(search, 2, str(tmp_path), "ddp", where, rank, timeout=60)
-    for own, expected in zip(found, at_once_on_two, strict=True):
-        check_same_run(own, expected)
+    for found in on_two:
+        check_same_run(found[rank, where], found["at once"])
+
+
+def search_sharded(folder: str) -> tuple[Any, Any]:
+    found = search(f"{folder}/found", "fsdp", "forward", 1, builds_model=True)
+    return found, at_once(f"{folder}/reference", "fsdp", builds_model=True)
 
 
 def test_a_sharded_model_is_made_anew_for_each_attempt(tmp_path):
-    found = run_ranks(search, 2, str(tmp_path / "found"), "fsdp", "forward", 1, builds_model=True, timeout=60)
-    reference = run_ranks(at_once, 2, str(tmp_path / "reference"), "fsdp", builds_model=True, timeout=60)
-    for own, expected in zip(found, reference, strict=True):
-        check_same_run(own, expected)
+    for found, reference in run_ranks(search_sharded, 2, str(tmp_path), timeout=60):
+        check_same_run(found, reference)
 
 
 def fail_differently(folder: str) -> None:

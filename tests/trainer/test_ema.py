@@ -76,10 +76,17 @@ def _run(folder: str, *, strategy: str, name: str, **changes: Any) -> dict[str, 
     return run(folder, name, **changes)
 
 
+def run_thrice(folder: str, *, strategy: str, name: str) -> list[dict[str, Any]]:
+    """Return a run, one without averages, and one that goes on from the second checkpoint of the first."""
+    found, alone = run(f"{folder}/run", name), run(f"{folder}/alone", name, ema_decay=None)
+    return [found, alone, run(f"{folder}/again", name, f"{folder}/run/checkpoint-2")]
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize("strategy", [beyond(name) if name in ("ddp", "fsdp") else name for name in STRATEGIES])
 def test_a_run_evaluates_saves_and_ends_with_the_averages_of_its_weights(strategy, tmp_path):
-    folder, found = tmp_path, on_ranks(_kind(strategy), _run, str(tmp_path / "run"), name=strategy)[0]
+    folder = tmp_path
+    found, alone, resumed = on_ranks(_kind(strategy), run_thrice, str(folder), name=strategy)[0]
     expected: State = {}
     for update in range(1, UPDATES + 1):
         checkpoint = folder / "run" / f"checkpoint-{update}"
@@ -93,11 +100,7 @@ def test_a_run_evaluates_saves_and_ends_with_the_averages_of_its_weights(strateg
     same(load_file(folder / "run" / "final" / "model.safetensors"), found["weights"], 0)
     assert found["after"] == pytest.approx(found["eval_losses"][-1], abs=1e-6)
     # Training itself is that of a run without.
-    alone = on_ranks(_kind(strategy), _run, str(folder / "alone"), name=strategy, ema_decay=None)[0]
     assert alone["losses"] == found["losses"]
-    resumed = on_ranks(
-        _kind(strategy), _run, str(folder / "again"), name=strategy, resume=str(folder / "run" / "checkpoint-2")
-    )[0]
     assert (resumed["losses"], resumed["eval_losses"]) == (found["losses"], found["eval_losses"])
     same(resumed["weights"], found["weights"], 0)
 

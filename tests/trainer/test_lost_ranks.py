@@ -86,7 +86,7 @@ def train(
     args = TrainingArguments(
         str(folder), use_cpu=True, report_to="none", disable_tqdm=True, num_train_epochs=2, learning_rate=0.01,
         per_device_train_batch_size=2, per_device_eval_batch_size=2, gradient_accumulation_steps=num_steps,
-        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=4, logging_steps=logs_at,
+        eval_strategy="steps", eval_steps=3, save_strategy="steps", save_steps=4, logging_steps=logs_at,
         **options,
     )  # fmt: skip
     evaluations: list[list[float]] = []

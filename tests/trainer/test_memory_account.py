@@ -12,6 +12,7 @@ import torch
 from accel_trainer.big_models.device_map import convert_file_size_to_int
 from accel_trainer.errors import size_in_words
 from accel_trainer.trainer.diagnostics import advise, describe_peak
+from tests.cells import beyond
 from tests.trainer_jobs import build_trainer, on_ranks
 
 _GIB = 2**30
@@ -80,7 +81,7 @@ def test_an_error_of_a_training_has_the_account_of_its_rank(tmp_path: Path, stra
         assert halved == pytest.approx(peak - rest + (rest + 2 * _GIB) / 2, abs=0.02 * _GIB)
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("strategy", [beyond("single"), "fsdp"])
 def test_with_a_preflight_the_planned_peak_and_planned_changes_stand_beside_it(tmp_path: Path, strategy: str):
     for rank, notes, _ in on_ranks(strategy, _run_out, str(tmp_path), preflight="warn"):
         (note,) = notes

@@ -85,6 +85,11 @@ def decide_on_ranks(
     return [acts_of(folder, Decider(decision, rank, value), **options) for decision in decisions]
 
 
+def decide_in_turns(folder: str, decisions: list[Decision], **options: Any) -> list[list[list[tuple[str, int]]]]:
+    """Return what the runs did on this rank with the decisions of rank 1, and with those of all."""
+    return [decide_on_ranks(folder, decisions, rank, **options) for rank in (1, None)]
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Decision], list[tuple[str, int]]]:
     """What one process does with a decision; each runs once."""
@@ -133,18 +138,17 @@ def test_under_an_engine_too(tmp_path, alone, flags: tuple[str, ...]):
 def test_a_stop_within_an_update_of_one_rank_waits_for_the_end_of_the_update(tmp_path, alone):
     decisions = [("on_substep_end", 2, flag) for flag in FLAGS[:2]]
     options: dict[str, Any] = {"strategy": "ddp", "gradient_accumulation_steps": 3, "timeout": 60}
-    main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, 1, **options)
-    assert main == other == [alone(("on_step_end", 3, flag)) for flag in FLAGS[:2]]
-    main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, None, **options)
-    assert main == other == [[("epoch", 2), ("end", 2)], [("epoch", 2), *main[1][1:]]]
+    main, other = run_ranks(decide_in_turns, 2, str(tmp_path), decisions, **options)
+    assert main == other
+    assert main[0] == [alone(("on_step_end", 3, flag)) for flag in FLAGS[:2]]
+    assert main[1] == [[("epoch", 2), ("end", 2)], [("epoch", 2), *main[1][1][1:]]]
 
 
 def test_what_one_rank_clears_and_the_arguments_ask_for_is_done(tmp_path, alone):
     decisions = [("on_step_end", 6, "should_save"), ("on_step_end", 4, "should_log")]
-    main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, 1, value=False, strategy="ddp", timeout=60)
-    assert main == other == [alone(("on_step_end", 99, "should_save"))] * 2
-    main, other = run_ranks(decide_on_ranks, 2, str(tmp_path), decisions, None, value=False, strategy="ddp", timeout=60)
-    assert [("save", 6) in acts for acts in main] == [("log", 4) not in acts for acts in main] == [False, True]
+    main, other = run_ranks(decide_in_turns, 2, str(tmp_path), decisions, value=False, strategy="ddp", timeout=60)
+    assert main[0] == other[0] == [alone(("on_step_end", 99, "should_save"))] * 2
+    assert [("save", 6) in acts for acts in main[1]] == [("log", 4) not in acts for acts in main[1]] == [False, True]
 
 
 def wish_always(folder: str) -> list[tuple[str, int]]:

@@ -59,15 +59,20 @@ def numbers_of(checkpoint: Path) -> dict[str, Any]:
     return found
 
 
+def run_thrice(directory: Path, *, strategy: str) -> list[dict[str, Any]]:
+    """Train and wait for each save, train with saves in the background, and go on from one of those."""
+    waited = run(str(directory / "waited"), strategy=strategy)
+    with injected(SLOW, int(os.environ.get("RANK", "0"))):
+        found = run(str(directory / "found"), strategy=strategy, save_async=True)
+    again = str(directory / "found" / "checkpoint-4")
+    return [waited, found, run(str(directory / "resumed"), strategy=strategy, resume=again)]
+
+
 @pytest.mark.multirank
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", *marked("zero3"), beyond("single"), beyond("fsdp_sharded")])
 def test_checkpoints_are_those_of_a_run_that_waits_for_them(tmp_path: Path, strategy: str) -> None:
-    waited = on_ranks(strategy, run, str(tmp_path / "waited"))[0]
-    env = {"env": fault_env(SLOW)} if strategy != "single" else {}
-    with injected(SLOW):
-        found = on_ranks(strategy, run, str(tmp_path / "found"), save_async=True, **env)[0]
-
+    waited, found, resumed = on_ranks(strategy, run_thrice, tmp_path)[0]
     assert found["losses"] == waited["losses"]
     for name, value in waited["weights"].items():
         np.testing.assert_array_equal(found["weights"][name], value, err_msg=name)
@@ -81,7 +86,6 @@ def test_checkpoints_are_those_of_a_run_that_waits_for_them(tmp_path: Path, stra
         for name, value in theirs.items():
             assert torch.equal(ours[name], value), (step, name)
 
-    resumed = on_ranks(strategy, run, str(tmp_path / "found"), resume=str(tmp_path / "found" / "checkpoint-4"))[0]
     assert resumed["losses"] == waited["losses"]
     for name, value in waited["weights"].items():
         np.testing.assert_array_equal(resumed["weights"][name], value, err_msg=name)
@@ -142,6 +146,12 @@ def test_a_signal_during_a_save_waits_for_it_and_saves_where_training_stands(tmp
     assert resumed["losses"] == whole["losses"]
 
 
+def resume_and_run(directory: str, *, strategy: str) -> list[list[float]]:
+    """Return the losses of a run that goes on, and of a whole one."""
+    runs = {directory: True, f"{directory}/whole": None}
+    return [run(folder, strategy=strategy, resume=resume)["losses"] for folder, resume in runs.items()]
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize("point", ["save.mid_shard", beyond("save.before_rename")])
 def test_a_kill_leaves_the_checkpoint_before_and_the_run_goes_on(tmp_path: Path, point: str) -> None:
@@ -150,9 +160,8 @@ def test_a_kill_leaves_the_checkpoint_before_and_the_run_goes_on(tmp_path: Path,
         run_ranks(run, 2, str(tmp_path), save_async=True, env=fault_env(f"kill9@{point}:rank=1:step=4"), **sharded)
     # Rank 0 publishes; what it did when rank 1 died is complete, whether or not anybody was told so.
     assert {path.name for path in tmp_path.glob("checkpoint-*")} - {"checkpoint-4"} == {"checkpoint-2"}
-    found = run_ranks(run, 2, str(tmp_path), resume=True, **sharded)[0]
-    whole = run_ranks(run, 2, str(tmp_path / "whole"), **sharded)[0]
-    assert found["losses"] == whole["losses"]
+    found, whole = run_ranks(resume_and_run, 2, str(tmp_path), **sharded)[0]
+    assert found == whole
 
 
 def test_the_best_model_is_loaded_once_its_save_is_complete(tmp_path: Path) -> None:
