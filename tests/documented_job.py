@@ -1,12 +1,13 @@
 """The fine-tuning job of the documents, word for word, with a tiny BERT and made-up sentences.
 
 `python -m tests.documented_job` prints one JSON line per rank. It is a process of its own, since huggingface_hub reads
-HF_ENDPOINT when it is imported.
+HF_ENDPOINT when it is imported, and forks the other ranks: an interpreter for each would import all of this anew.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 
 import numpy as np
@@ -99,9 +100,22 @@ def main():
         "wrapped": sorted({type(m).__name__ for m in trainer.model.modules() if type(m).__name__.startswith("FSDP")}),
         "dtype": str(np.dtype(np.float32)) if parameters[0].dtype.itemsize == 4 else str(parameters[0].dtype),
     }
-    print("REPORT " + json.dumps(report), flush=True)
+    print("\nREPORT " + json.dumps(report) + "\n", end="", flush=True)  # at once: the ranks share the pipe
     trainer.accelerator.end_training()
 
 
+def fork_ranks():
+    """Return in as many processes as there are ranks; the pids of the others in the first, and none in those."""
+    others = []
+    for rank in range(1, int(os.environ["WORLD_SIZE"])):
+        if (pid := os.fork()) == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            return []
+        others.append(pid)
+    return others
+
+
 if __name__ == "__main__":
+    others = fork_ranks()
     main()
+    assert not any(os.waitpid(pid, 0)[1] for pid in others)

@@ -24,7 +24,14 @@ from tests.checkpoint.crash_job import SavedRun
 from tests.publishing import ALONE, publish_directory
 from tests.ranks import run_ranks
 from tests.strategy_configs import HAS_DEEPSPEED
-from tests.trainer.checkpoint.test_save_on_each_node import ENGINES, files_of, on_nodes, run, straight
+from tests.trainer.checkpoint.test_save_on_each_node import (
+    ENGINES,
+    files_of,
+    on_nodes,
+    run,
+    straight,
+    straight_and_stopped,
+)
 
 pytestmark = pytest.mark.multirank
 
@@ -56,9 +63,9 @@ def test_nodes_that_lose_their_disks_go_on_from_the_store(
         pytest.skip("DeepSpeed is not installed")
     uri, env = f"file://{tmp_path}/store", on_nodes(num_ranks)
     options: dict[str, Any] = {**ENGINES[engine], "samples": 10 * num_ranks, "env": env, "timeout": 100}
-    reference = run_ranks(straight, num_ranks, str(tmp_path / "straight"), **options)
+    first = {"checkpoint_uri": uri, "save_async": True}
+    reference = run_ranks(straight_and_stopped, num_ranks, tmp_path, run_to_store, first, **options)
     options["checkpoint_uri"] = uri
-    run_ranks(run_to_store, num_ranks, tmp_path / "first", stop_at=6, save_async=True, **options)
 
     held = [files_of(checkpoint_of(tmp_path / "first", node, 6)) for node in (0, 1)]
     assert held[0] != held[1]

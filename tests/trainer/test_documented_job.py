@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,28 +24,22 @@ def run_job(directory: Path, hub: Hub, world_size: int) -> tuple[list[dict], str
     """Start the job on `world_size` ranks; return each rank's report, and everything they printed."""
     (directory / "path" / "to").mkdir(parents=True)
     (directory / "path" / "to" / "fsdp_config").write_text(ACCELERATE_YAML)
-    port = str(free_port())
-    processes = []
-    for rank in range(world_size):
-        env = {
-            **os.environ, **hub.environment(str(directory / "home")), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_PORT": port,
-            "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
-            "HF_DATASETS_CACHE": str(directory / "cache"),
-        }  # fmt: skip
-        command = [sys.executable, "-m", "tests.documented_job"]
-        processes.append(
-            subprocess.Popen(
-                command, cwd=directory, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-        )
+    env = {
+        **os.environ, **hub.environment(str(directory / "home")), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "HF_DATASETS_CACHE": str(directory / "cache"),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "tests.documented_job"]
+    process = subprocess.Popen(
+        command, cwd=directory, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+    )
     try:
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        text = process.communicate(timeout=100)[0]
     finally:
-        for process in processes:
-            process.kill()
-    text = "\n".join(outputs)
-    assert all(process.returncode == 0 for process in processes), text[-9000:]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, text[-9000:]
     reports = [json.loads(line.partition("REPORT ")[2]) for line in text.splitlines() if line.startswith("REPORT ")]
     return reports, text
 

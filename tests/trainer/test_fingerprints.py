@@ -77,14 +77,17 @@ def _resume(folder: str, *, strategy: str, bit: int | None = None) -> str:
     return "\n".join(messages) if rank == 0 else ""
 
 
+def _resume_both(folder: str, *, strategy: str) -> tuple[str, str]:
+    return _resume(f"{folder}/alike", strategy=strategy), _resume(f"{folder}/flipped", strategy=strategy, bit=20)
+
+
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_updates_that_come_again_behind_a_checkpoint_say_whether_the_machine_repeats_itself(
     tmp_path: Path, strategy: str
 ):
-    alike = on_ranks(strategy, _resume, str(tmp_path / "alike"))[0]
+    alike, flipped = on_ranks(strategy, _resume_both, str(tmp_path))[0]
     assert re.search("update 3 comes to the bits that it had before the resume: this machine repeats itself", alike)
     assert alike.count("repeats itself") == 1
-    flipped = on_ranks(strategy, _resume, str(tmp_path / "flipped"), bit=20)[0]
     assert re.search("update 3 is not what it was .* difference is the forward of model.layers.1.mlp.up_proj.", flipped)
 
 
@@ -103,11 +106,15 @@ def test_20_of_20_flipped_bits_are_found_in_their_module(tmp_path: Path, capsys:
         assert re.search(wanted, text), (module, text)
 
 
+def _train_plain_and_flipped(folder: str, *, strategy: str) -> None:
+    _train(f"{folder}/plain", strategy=strategy)
+    _train(f"{folder}/flipped", strategy=strategy, flip=("model.layers.1.mlp.up_proj", 22, 1))
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_bit_of_one_rank_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: str):
-    on_ranks(strategy, _train, str(tmp_path / "plain"))
+    on_ranks(strategy, _train_plain_and_flipped, str(tmp_path))
     on_ranks(strategy, _train, str(tmp_path / "again"))
-    on_ranks(strategy, _train, str(tmp_path / "flipped"), flip=("model.layers.1.mlp.up_proj", 22, 1))
     assert _diff(capsys, tmp_path / "plain", tmp_path / "again")[0] == 0
     code, text = _diff(capsys, tmp_path / "plain", tmp_path / "flipped")
     assert code == 1

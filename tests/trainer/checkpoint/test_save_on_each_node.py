@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,13 @@ def straight(folder: str, **options: Any) -> dict[str, Any]:
     return summary(trainer)
 
 
+def straight_and_stopped(folder: Path, run_first: Callable[..., Any], first: dict[str, Any], **options: Any) -> Any:
+    """Train to the end, and return the summary; then train on nodes with disks of their own, and stop at update 6."""
+    summary_of_straight = straight(str(folder / "straight"), **options)
+    run_first(folder / "first", stop_at=6, **options, **first)
+    return summary_of_straight
+
+
 def files_of(checkpoint: Path) -> set[str]:
     return {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file()}
 
@@ -86,10 +94,10 @@ def test_each_node_goes_on_from_its_own_disk(tmp_path, engine: str, num_ranks: i
         pytest.skip("DeepSpeed is not installed")
     # Two epochs of five updates; the run stops in the second.
     options: dict[str, Any] = {**ENGINES[engine], "samples": 10 * num_ranks, "env": on_nodes(num_ranks), "timeout": 100}
-    reference = run_ranks(straight, num_ranks, str(tmp_path / "straight"), **options)
+    first = {"load_best_model_at_end": True}
+    reference = run_ranks(straight_and_stopped, num_ranks, tmp_path, run, first, **options)
     num_updates = reference[0]["step"]
 
-    run_ranks(run, num_ranks, tmp_path / "first", stop_at=6, load_best_model_at_end=True, **options)
     (tmp_path / "first").rename(tmp_path / "second")  # nothing knows where it was
     checkpoints = [tmp_path / "second" / f"node{node}" / "out" / "checkpoint-6" for node in (0, 1)]
     held = [files_of(checkpoint) for checkpoint in checkpoints]
