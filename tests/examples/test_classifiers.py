@@ -22,19 +22,29 @@ def run(script, layout, folder, *options):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """What a script returns after 14 steps in one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    return functools.cache(lambda script: run(script, "single", folder / script, "--max_steps", 14)[0].result)
+def runs(tmp_path_factory):
+    """What each rank of a layout returns and prints in a run of 14 steps, and where it saves."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    @functools.cache
+    def run_of(script, layout):
+        path = folder / script / layout
+        return run(script, layout, path, "--max_steps", 14), path
+
+    return run_of
+
+
+def assert_result_of_one_process(result, script, runs):
+    alone = runs(script, "single")[0][0].result
+    for metric in ("eval_loss", "eval_accuracy"):
+        assert result[metric] == pytest.approx(alone[metric], abs=1e-4)
 
 
 @pytest.mark.multirank
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_strategy_does_not_change_the_result(script, alone, tmp_path):
-    for layout in ("ddp", "fsdp2"):
-        result = run(script, layout, tmp_path / layout, "--max_steps", 14)[0].result
-        for metric in ("eval_loss", "eval_accuracy"):
-            assert result[metric] == pytest.approx(alone(script)[metric], abs=1e-4), layout
+def test_the_strategy_does_not_change_the_result(script, layout, runs):
+    assert_result_of_one_process(runs(script, layout)[0][0].result, script, runs)
 
 
 @pytest.mark.multirank
@@ -42,30 +52,28 @@ def test_the_strategy_does_not_change_the_result(script, alone, tmp_path):
 @pytest.mark.parametrize(
     ("script", "option"), [("finetune_classifier", "--deepspeed"), beyond(("native_loop", "--strategy_config"))]
 )
-def test_deepspeed_gives_the_result_of_one_process(script, option, alone, tmp_path):
+def test_deepspeed_gives_the_result_of_one_process(script, option, runs, tmp_path):
     argv = [*TINY, *SNIPPETS, "--output_dir", tmp_path / "zero3", "--max_steps", 14, option, "zero3"]
 
     finished = run_example(script, argv, num_processes=2)[0]
 
-    for metric in ("eval_loss", "eval_accuracy"):
-        assert finished.result[metric] == pytest.approx(alone(script)[metric], abs=1e-4)
+    assert_result_of_one_process(finished.result, script, runs)
     assert finished.table["strategy"].strip() == "deepspeed (DEEPSPEED)"
     assert "predictions are the same" in finished.table["from_pretrained"]
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_accumulation_does_not_change_the_result(script, tmp_path):
-    whole = run(script, "single", tmp_path / "whole", "--max_steps", 8)[0].result
-    split = run(script, "ddp", tmp_path / "split", "--max_steps", 8, "--gradient_accumulation_steps", 2)[0].result
+def test_accumulation_does_not_change_the_result(script, runs, tmp_path):
+    split = run(script, "ddp", tmp_path, "--max_steps", 14, "--gradient_accumulation_steps", 2)[0].result
 
-    assert split["eval_loss"] == pytest.approx(whole["eval_loss"], abs=1e-4)
+    assert_result_of_one_process(split, script, runs)
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_only_the_main_process_prints(script, tmp_path):
-    main, other = run(script, "fsdp2", tmp_path, "--max_steps", 3)
+def test_only_the_main_process_prints(script, runs):
+    (main, other), folder = runs(script, "fsdp2")
 
     parameters = int(main.table["parameters of the model"].replace(",", ""))
     per_rank = [int(number.replace(",", "")) for number in re.findall(r"[\d,]+", main.table["parameters per rank"])]
@@ -74,19 +82,19 @@ def test_only_the_main_process_prints(script, tmp_path):
     assert per_rank[0] + per_rank[1] == per_rank[2] == parameters
     assert max(per_rank[:2]) < 0.6 * parameters
     assert "steps/s" in main.table["training"]
-    assert main.table["saved to"].strip() == str(tmp_path)
+    assert main.table["saved to"].strip() == str(folder)
     assert "predictions are the same" in main.table["from_pretrained"]
-    assert "3/3" in main.err
+    assert "14/14" in main.err
     assert other.out == ""
     assert "it/s" not in other.err
     assert "examples/s" not in other.err
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_what_was_saved_predicts_the_same(script, tmp_path):
-    table = run(script, "single", tmp_path, "--epochs", 1)[0].table
+def test_what_was_saved_predicts_the_same(script, runs):
+    (finished,), _ = runs(script, "single")
 
-    same, total = map(int, re.search(r"(\d+) of (\d+) predictions", table["from_pretrained"]).groups())
+    same, total = map(int, re.search(r"(\d+) of (\d+) predictions", finished.table["from_pretrained"]).groups())
     assert same == total > 0
 
 
