@@ -10,15 +10,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.cells import beyond
+from tests.cells import beyond, selected
 from tests.launches import launch, run_command
-from tests.ranks import RankFailure, free_port, preload, run_ranks
+from tests.ranks import RankFailure, free_port, map_jobs, preload, run_ranks
 from tests.warm import COLD
 
 preload("accel_trainer.accelerator")
@@ -65,6 +66,41 @@ def background(tmp_path: Path) -> Iterator[Background]:
         yield Background(thread, tmp_path)
     if (tmp_path / "output.txt").exists():
         print((tmp_path / "output.txt").read_text())  # shown where the test fails
+
+
+class Launched(NamedTuple):
+    """How a job has ended, and when."""
+
+    code: int
+    output: str
+    folder: Path
+    time: float
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], Launched]:
+    """Launch the jobs that wait for most of their time, three at once."""
+    returned = selected(request, "test_another_is_started_in_the_place_of_a_worker_that_is_killed")
+    jobs = {**JOBS, **{f"{action} {size}": replacing(action, size) for action, size in returned}}
+    folders = {name: tmp_path_factory.mktemp("launched") for name in jobs}
+
+    def run(name: str) -> Launched | Exception:
+        words, script, arguments = jobs[name]
+        given = "--cpu", *words.split(), write(folders[name], script), *arguments.split()
+        try:
+            return Launched(*launch(folders[name], *given, timeout=150), folders[name], time.time())
+        except Exception as error:
+            return error
+
+    results = map_jobs(run, jobs)
+
+    def result_of(name: str) -> Launched:
+        result = results[name]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return result_of
 
 
 def wait_for(*paths: Path, seconds: float = 60) -> None:
@@ -152,35 +188,45 @@ def test_two_gloo_ranks_on_the_cpu_listen_on_loopback_only(tmp_path: Path) -> No
     assert sorted(output.splitlines()) == [f"rank {rank}: sum 3, listening outside loopback: []" for rank in range(2)]
 
 
-def test_the_job_ends_with_the_code_of_the_worker_that_failed_first(tmp_path: Path) -> None:
-    # Rank 0 would outlast the time that the launch is given.
-    script = write(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(3600)\n")
-    code, output = launch(tmp_path, *TWO, script)
-    assert code == 7
-    assert "rank 1 (pid " in output
-    assert "failed with exit code 7; this ended the job" in output
-    assert len(output.splitlines()) == 1
+# Rank 0 would outlast the time that the launch is given.
+FAILED = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(3600)\n"
 
 
-def test_r10_a_worker_that_does_not_end_with_those_that_found_it_hung_is_killed_and_named(tmp_path: Path) -> None:
-    stopped = (
-        "import os, pathlib, signal, sys, time\nif os.environ['RANK'] == '0':\n"
-        "    pathlib.Path(__file__).with_name('ended').write_text(str(time.time()))\n    sys.exit(75)\n"
-        "os.kill(os.getpid(), signal.SIGSTOP)\n"
-    )
-    code, output = launch(tmp_path, *TWO, write(tmp_path, stopped))
-    assert code == 75
-    assert re.search(r"rank 0 \(pid \d+\) failed with exit code 75; this ended the job", output)
-    assert "rank 1 hung: it did not end with the others, and was killed" in output
-    seconds = time.time() - float((tmp_path / "ended").read_text())
+def test_the_job_ends_with_the_code_of_the_worker_that_failed_first(launched: Callable[[str], Launched]) -> None:
+    job = launched("one fails")
+    assert job.code == 7
+    assert "rank 1 (pid " in job.output
+    assert "failed with exit code 7; this ended the job" in job.output
+    assert len(job.output.splitlines()) == 1
+
+
+STOPPED = """
+import os, pathlib, signal, sys, time
+if os.environ["RANK"] == "0":
+    pathlib.Path(__file__).with_name("ended").write_text(str(time.time()))
+    sys.exit(75)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_r10_a_worker_that_does_not_end_with_those_that_found_it_hung_is_killed_and_named(
+    launched: Callable[[str], Launched],
+) -> None:
+    job = launched("one is stopped")
+    assert job.code == 75
+    assert re.search(r"rank 0 \(pid \d+\) failed with exit code 75; this ended the job", job.output)
+    assert "rank 1 hung: it did not end with the others, and was killed" in job.output
+    seconds = job.time - float((job.folder / "ended").read_text())
     assert seconds < 10  # 3.2 s on a quiet machine; torch waits 30 s for it
 
 
-def test_a_worker_that_was_killed_gives_128_plus_its_signal(tmp_path: Path) -> None:
-    script = write(tmp_path, "import os, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), 9)\ntime.sleep(60)\n")
-    code, output = launch(tmp_path, *TWO, script)
-    assert code == 137
-    assert "was ended by SIGKILL, exit code 137" in output
+KILLED = "import os, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), 9)\ntime.sleep(60)\n"
+
+
+def test_a_worker_that_was_killed_gives_128_plus_its_signal(launched: Callable[[str], Launched]) -> None:
+    job = launched("one is killed")
+    assert job.code == 137
+    assert "was ended by SIGKILL, exit code 137" in job.output
 
 
 LEAVE_EARLY = """
@@ -201,11 +247,13 @@ sys.exit(1)
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc")
-def test_a_worker_that_left_early_without_error_is_named_beside_the_one_that_failed(tmp_path: Path) -> None:
-    code, output = launch(tmp_path, *TWO, write(tmp_path, LEAVE_EARLY))
-    assert code == 1
-    assert "rank 0 (pid " in output
-    assert re.search(r"rank 1 had ended with code 0 \d+\.\d s before that", output)
+def test_a_worker_that_left_early_without_error_is_named_beside_the_one_that_failed(
+    launched: Callable[[str], Launched],
+) -> None:
+    job = launched("one leaves early")
+    assert job.code == 1
+    assert "rank 0 (pid " in job.output
+    assert re.search(r"rank 1 had ended with code 0 \d+\.\d s before that", job.output)
 
 
 RESTART = """
@@ -222,8 +270,8 @@ sys.stdout.write(f"rank {os.environ['RANK']} of {total.item():g} in attempt {att
 """
 
 
-def test_workers_are_started_again_and_find_each_other_again(tmp_path: Path) -> None:
-    code, output = launch(tmp_path, *TWO, "--max_restarts", "1", write(tmp_path, RESTART))
+def test_workers_are_started_again_and_find_each_other_again(launched: Callable[[str], Launched]) -> None:
+    code, output, *_ = launched("both fail once")
     assert code == 0, output
     assert "failed with exit code 3; starting the workers again (1 of 1 restarts)" in output
     assert "rank 0 of 2 in attempt 1" in output
@@ -243,9 +291,8 @@ sys.exit(0 if attempt == "2" else 3)
 """
 
 
-def test_workers_that_are_lost_are_not_replaced_down_to_the_fewest(tmp_path: Path) -> None:
-    words = ["--cpu", "--num_processes", "2:4", "--max_restarts", "2", "--monitor_interval", "2"]
-    code, output = launch(tmp_path, *words, write(tmp_path, LOST))
+def test_workers_that_are_lost_are_not_replaced_down_to_the_fewest(launched: Callable[[str], Launched]) -> None:
+    code, output, *_ = launched("two of four are lost")
     assert code == 0, output
     assert "starting the workers again on 2 rank(s) instead of 4 (1 of 2 restarts)" in output
     assert "failed with exit code 3; starting the workers again (2 of 2 restarts)" in output
@@ -277,9 +324,8 @@ accelerator.end_training()
 """
 
 
-def test_workers_go_on_without_one_that_is_killed(tmp_path: Path) -> None:
-    words = ["--cpu", "--num_processes", "3", "--on_rank_loss", "continue", write(tmp_path, OUTLIVED)]
-    code, output = launch(tmp_path, *words, "accumulate", "0")
+def test_workers_go_on_without_one_that_is_killed(launched: Callable[[str], Launched]) -> None:
+    code, output, *_ = launched("others go on")
     assert code == 0, output
     assert re.search(r"rank 0 \(pid \d+\) was ended by SIGKILL, .*; the 2 that are left go on without it", output)
     assert "rank 0 of the 3 that the launcher has started is lost; the 2 that are left go on after update 2" in output
@@ -288,9 +334,8 @@ def test_workers_go_on_without_one_that_is_killed(tmp_path: Path) -> None:
     assert "rank 2 is 1 of 2, 7 micro-batches" in output
 
 
-def test_workers_go_on_without_the_replica_of_one_that_is_killed(tmp_path: Path) -> None:
-    words = ["--cpu", "--num_processes", "4", "--use_fsdp", "--parallel_dp_replicate_size", "2"]
-    code, output = launch(tmp_path, *words, "--on_rank_loss", "continue", write(tmp_path, OUTLIVED), "accumulate", "3")
+def test_workers_go_on_without_the_replica_of_one_that_is_killed(launched: Callable[[str], Launched]) -> None:
+    code, output, *_ = launched("the other replica goes on")
     assert code == 0, output
     assert re.search(r"rank 3 \(pid \d+\) was ended by SIGKILL, .*; the 2 that are left go on without it", output)
     assert "rank 2 ends: another rank of its replica (dp_replicate_size) is lost" in output
@@ -334,12 +379,17 @@ accelerator.end_training()
 """
 
 
+def replacing(action: str, size: int) -> tuple[str, str, str]:
+    return f"--num_processes {size} --on_rank_loss replace --max_restarts 2", RETURNED, action
+
+
 # A rank returns beside one, or beside several in tests/accelerator/test_lost_ranks.py, too.
 @pytest.mark.parametrize(("action", "size"), [beyond(("load", 3)), ("load", 2), ("forget", 3)])
-def test_another_is_started_in_the_place_of_a_worker_that_is_killed(action: str, size: int, tmp_path: Path) -> None:
+def test_another_is_started_in_the_place_of_a_worker_that_is_killed(
+    action: str, size: int, launched: Callable[[str], Launched]
+) -> None:
     """The first of them fails before it has joined the others, which do not notice."""
-    words = ["--cpu", "--num_processes", str(size), "--on_rank_loss", "replace", "--max_restarts", "2"]
-    code, output = launch(tmp_path, *words, write(tmp_path, RETURNED), action, timeout=150)
+    code, output, *_ = launched(f"{action} {size}")
     assert code == 0, output
     if action == "forget":
         assert "go on without it, and none is started in its place: the loop has not called load_state()" in output
@@ -358,17 +408,16 @@ def test_another_is_started_in_the_place_of_a_worker_that_is_killed(action: str,
     assert found == {str(rank): f"{(rank - 1) % size} of {size}, {weight}" for rank in range(size)}
 
 
-def test_workers_that_cannot_go_on_without_another_are_started_again(tmp_path: Path) -> None:
-    words = [*TWO, "--on_rank_loss", "continue", "--max_restarts", "1"]
-    code, output = launch(tmp_path, *words, write(tmp_path, OUTLIVED), "by_hand", "1")
+def test_workers_that_cannot_go_on_without_another_are_started_again(launched: Callable[[str], Launched]) -> None:
+    code, output, *_ = launched("the other cannot go on")
     assert code == 0, output
     assert "the others cannot go on: no update is under way, or it has backward() outside of accumulate()" in output
     assert "starting the workers again (1 of 1 restarts)" in output
     assert "rank 1 is 1 of 2, 6 micro-batches" in output
 
 
-def test_workers_that_fail_again_end_the_job(tmp_path: Path) -> None:
-    code, output = launch(tmp_path, *TWO, "--max_restarts", "1", write(tmp_path, "import sys; sys.exit(3)"))
+def test_workers_that_fail_again_end_the_job(launched: Callable[[str], Launched]) -> None:
+    code, output, *_ = launched("both fail twice")
     assert code == 3
     assert output.count("starting the workers again") == 1
 
@@ -481,8 +530,28 @@ with accelerator.preemptible():
 """
 
 
-def test_r9_workers_that_were_asked_to_end_are_not_started_again(tmp_path: Path) -> None:
-    code, output = launch(tmp_path, *TWO, "--max_restarts", "1", write(tmp_path, PREEMPTED))
+JOBS = {
+    "one fails": ("--num_processes 2", FAILED, ""),
+    "one is stopped": ("--num_processes 2", STOPPED, ""),
+    "one is killed": ("--num_processes 2", KILLED, ""),
+    "one leaves early": ("--num_processes 2", LEAVE_EARLY, ""),
+    "both fail once": ("--num_processes 2 --max_restarts 1", RESTART, ""),
+    "both fail twice": ("--num_processes 2 --max_restarts 1", "import sys; sys.exit(3)", ""),
+    "two of four are lost": ("--num_processes 2:4 --max_restarts 2 --monitor_interval 2", LOST, ""),
+    "others go on": ("--num_processes 3 --on_rank_loss continue", OUTLIVED, "accumulate 0"),
+    "the other replica goes on": (
+        "--num_processes 4 --use_fsdp --parallel_dp_replicate_size 2 --on_rank_loss continue",
+        OUTLIVED,
+        "accumulate 3",
+    ),
+    "the other cannot go on": ("--num_processes 2 --on_rank_loss continue --max_restarts 1", OUTLIVED, "by_hand 1"),
+    "both are asked to end": ("--num_processes 2 --max_restarts 1", PREEMPTED, ""),
+}
+"""Words of the launcher, the script, and its arguments."""
+
+
+def test_r9_workers_that_were_asked_to_end_are_not_started_again(launched: Callable[[str], Launched]) -> None:
+    code, output, *_ = launched("both are asked to end")
     assert code == 85, output
     assert output.count("the process ends with exit code 85") == 1  # rank 0 alone logs
     assert "starting the workers again" not in output
