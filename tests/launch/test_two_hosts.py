@@ -69,8 +69,7 @@ from pathlib import Path
 rank, world, attempt = (os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'ACCEL_TRAINER_ATTEMPT'))
 number, job = attempt.split(':')
 print('rank', rank, 'of', world, 'again', number, 'job', job, flush=True)
-if world == '2':
-    Path(__file__).with_name('started' + rank).write_text('')
+Path(__file__).with_name('alone' if world == '1' else 'started' + rank).write_text('')
 if number != '2':
     time.sleep(100)
 """
@@ -133,8 +132,8 @@ class Job:
     script: str
     words: str = ""
     address: str = "10.231.7.1"
-    delays: tuple[float | None, float | None] = (0.0, 0.0)
-    """Seconds until each machine's launcher is started; None: never."""
+    delays: tuple[float | str | None, float | str | None] = (0.0, 0.0)
+    """Seconds until each machine's launcher is started, or the file that it waits for; None: never."""
     killed: int | None = None
     """The machine whose launcher is killed once both workers run."""
     failing: str = ""
@@ -152,12 +151,7 @@ JOBS = {
     "launcher 1 is killed": Job(SLEEP, killed=1),
     "launcher 0 of c10d is killed": Job(SLEEP, "--rdzv_backend c10d", killed=0),
     "launcher 1 of c10d is killed": Job(SLEEP, "--rdzv_backend c10d", killed=1),
-    "a machine comes and goes": Job(
-        COME_AND_GO,
-        COMING_AND_GOING,
-        delays=(0.0, 5.0),
-        killed=1,
-    ),
+    "a machine comes and goes": Job(COME_AND_GO, COMING_AND_GOING, delays=(0.0, "alone"), killed=1),
     "workers are started again": Job(RESTART, "--rdzv_backend c10d --max_restarts 1"),
 }
 
@@ -216,13 +210,17 @@ class Running:
             if delay is not None
         }
 
-    def start(self, number: int, delay: float, words: list[str], machine: str) -> int:
+    def start(self, number: int, delay: float | str, words: list[str], machine: str) -> int:
         return os.fork() or self.run(number, delay, words, machine)
 
-    def run(self, number: int, delay: float, words: list[str], machine: str) -> NoReturn:
+    def run(self, number: int, delay: float | str, words: list[str], machine: str) -> NoReturn:
         code = 70
         try:
-            time.sleep(delay)
+            while isinstance(delay, str) and not (self.folder / delay).exists():
+                time.sleep(0.05)
+            time.sleep(0.0 if isinstance(delay, str) else delay)
+            if self.job.script is GATHER:  # which imports torch
+                del os.environ[COLD]
             with open(f"/run/netns/{machine}") as namespace:
                 assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0, ctypes.get_errno()
             words = [words[0], "--machine_rank", str(number), *words[1:]]
