@@ -160,12 +160,12 @@ def run_ranks(
                 rank.kill()
 
 
-def map_jobs(run: Callable[[Any], Any], cases: Iterable[Any]) -> dict[Any, Any]:
-    """Return what `run` gives for each case, three at a time.
+def map_jobs(run: Callable[[Any], Any], cases: Iterable[Any], at_once: int = 3) -> dict[Any, Any]:
+    """Return what `run` gives for each case, some at a time.
 
     For jobs that mostly wait, as those with a killed rank do: the others ask for a while who is gone.
     """
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         cases = list(cases)
         return dict(zip(cases, pool.map(run, cases), strict=True))
 

@@ -90,7 +90,7 @@ def failures_of(
 
 @pytest.fixture(scope="module")
 def waited(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[int, str], Path]]:
-    """Run jobs that wait for most of their time, three at once; return of each its failures and its folder."""
+    """Run jobs that wait for most of their time, five at once; return of each its failures and its folder."""
     folders = {name: tmp_path_factory.mktemp("waited") for name in WAITING}
 
     def run(name: str) -> Any:
@@ -100,7 +100,7 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[di
         except BaseException as error:
             return error
 
-    results = map_jobs(run, WAITING)
+    results = map_jobs(run, WAITING, at_once=5)
 
     def result_of(name: str) -> tuple[dict[int, str], Path]:
         if isinstance(results[name], BaseException):
@@ -248,8 +248,8 @@ def hanging_unread(directory: str) -> None:
     native_loop("ddp", directory, {"hang": {"step_seconds": 0.5, "user_seconds": 0.5}})
 
 
-def test_r10_ranks_that_do_not_move_end_although_nobody_reads_their_output(tmp_path):
-    failures = failures_of(hanging_unread, str(tmp_path), text="sleep@data.next:rank=1:step=1:seconds=30")
+def test_r10_ranks_that_do_not_move_end_although_nobody_reads_their_output(waited):
+    failures, _ = waited("unread")
 
     assert failures == {rank: f"rank {rank} died without an answer: exit code 75" for rank in range(2)}
 
@@ -337,6 +337,7 @@ WAITING: dict[str, Any] = {
         },
     ),
     "stopped": (stop_one, {"timeout": 60, "grace_seconds": 1.0}),
+    "unread": (hanging_unread, {"text": "sleep@data.next:rank=1:step=1:seconds=30"}),
     "told": (fail_and_linger, False, {}),
     "gone on": (fail_and_linger, True, {}),
     "gone on, the first to end": (fail_and_linger, True, True, {}),
