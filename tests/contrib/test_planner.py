@@ -385,6 +385,7 @@ def test_layers_that_are_dropped_by_chance_are_planned(is_on_gpu: bool):
 
     def peak(dropped: float) -> int:
         sizes = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 100}
+        sizes |= {"encoder_layers": 2, "decoder_layers": 2}
         config = AutoConfig.for_model("bart", encoder_layerdrop=dropped, decoder_layerdrop=dropped, **sizes)
         with torch.device("meta"):
             model = AutoModelForSeq2SeqLM.from_config(config)
