@@ -16,7 +16,7 @@ from accel_trainer.errors import ConfigError
 from tests.launches import launch
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 2000,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 2000,
 }  # fmt: skip
 GLOBAL_BATCH, LENGTH = 16, 32
 
