@@ -82,17 +82,20 @@ def launched(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     """Launch the jobs that wait for most of their time, three at once."""
     returned = selected(request, "test_another_is_started_in_the_place_of_a_worker_that_is_killed")
     jobs = {**JOBS, **{f"{action} {size}": replacing(action, size) for action, size in returned}}
-    folders = {name: tmp_path_factory.mktemp("launched") for name in jobs}
+    signalled = {**SAVING, **ENDING}
+    folders = {name: tmp_path_factory.mktemp("launched") for name in (*jobs, *signalled)}
 
     def run(name: str) -> Launched | Exception:
-        words, script, arguments = jobs[name]
-        given = "--cpu", *words.split(), write(folders[name], script), *arguments.split()
         try:
+            if name in signalled:
+                return interrupt(folders[name], *signalled[name])
+            words, script, arguments = jobs[name]
+            given = "--cpu", *words.split(), write(folders[name], script), *arguments.split()
             return Launched(*launch(folders[name], *given, timeout=150), folders[name], time.time())
         except Exception as error:
             return error
 
-    results = map_jobs(run, jobs)
+    results = map_jobs(run, folders)
 
     def result_of(name: str) -> Launched:
         result = results[name]
@@ -445,27 +448,17 @@ def ready(folder: Path) -> list[Path]:
     return [folder / f"ready{rank}" for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        pytest.param([signal.SIGTERM], id="SIGTERM"),
-        pytest.param([signal.SIGUSR1], id="SIGUSR1"),
-        pytest.param([signal.SIGTERM, signal.SIGTERM], id="twice at once is one"),
-        pytest.param([signal.SIGTERM, signal.SIGINT], id="so are two of other names"),
-    ],
-)
-def test_workers_get_the_signal_and_time_to_save_and_their_code_is_the_job_s(
-    tmp_path: Path, background: Background, numbers: list[signal.Signals]
-) -> None:
-    background.start(*TWO, write(tmp_path, SIGNALS), "save")
-    wait_for(*ready(tmp_path))
-    for number in numbers:
-        background.send_signal(number)
-        time.sleep(0.05)
-    code, output = background.wait()
-    assert code == 85, output
-    assert (tmp_path / "saved0").exists()
-    assert (tmp_path / "saved1").exists()
+def interrupt(folder: Path, script: str, how: str, numbers: list[signal.Signals], seconds: int) -> Launched:
+    """Launch two workers with some seconds to save, and send the launcher signals once both are ready."""
+    own_time = {} if seconds == 120 else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds)}
+    with ThreadPoolExecutor(1) as thread:
+        job = Background(thread, folder)
+        job.start(*TWO, write(folder, script), how, **own_time)
+        wait_for(*ready(folder))
+        for number in numbers:
+            job.send_signal(number)
+            time.sleep(0.05)
+        return Launched(*job.wait(), folder, time.time())
 
 
 INTERRUPTED = """
@@ -475,27 +468,37 @@ rank = Accelerator(cpu=True).process_index
 (pathlib.Path(__file__).parent / f"ready{rank}").touch()
 time.sleep(60)
 """
+SAVING = {
+    "SIGTERM": (SIGNALS, "save", [signal.SIGTERM], 120),
+    "SIGUSR1": (SIGNALS, "save", [signal.SIGUSR1], 120),
+    "twice at once is one": (SIGNALS, "save", [signal.SIGTERM, signal.SIGTERM], 120),
+    "so are two of other names": (SIGNALS, "save", [signal.SIGTERM, signal.SIGINT], 120),
+}
+ENDING = {
+    "without a handler": (SIGNALS, "default", [signal.SIGTERM], 120),
+    "when their time is used up": (SIGNALS, "deaf", [signal.SIGTERM], 1),
+    "by ctrl-C": (INTERRUPTED, "", [signal.SIGINT], 120),
+}
 
 
-@pytest.mark.parametrize(
-    ("script", "how", "number", "seconds", "code"),
-    [
-        pytest.param(SIGNALS, "default", signal.SIGTERM, 120, 128 + signal.SIGTERM, id="without a handler"),
-        pytest.param(SIGNALS, "deaf", signal.SIGTERM, 1, 137, id="when their time is used up"),
-        pytest.param(INTERRUPTED, "", signal.SIGINT, 120, 130, id="by ctrl-C"),
-    ],
-)
-def test_workers_that_do_not_save_end_with_the_code_of_their_signal(
-    tmp_path: Path, background: Background, script: str, how: str, number: signal.Signals, seconds: int, code: int
+@pytest.mark.parametrize("name", SAVING)
+def test_workers_get_the_signal_and_time_to_save_and_their_code_is_the_job_s(
+    name: str, launched: Callable[[str], Launched]
 ) -> None:
-    own_time = {} if seconds == 120 else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds)}
-    background.start(*TWO, write(tmp_path, script), how, **own_time)
-    wait_for(*ready(tmp_path))
-    background.send_signal(number)
-    found, output = background.wait()
-    assert found == code
+    job = launched(name)
+    assert job.code == 85, job.output
+    assert (job.folder / "saved0").exists()
+    assert (job.folder / "saved1").exists()
+
+
+@pytest.mark.parametrize(("name", "code"), [*zip(ENDING, (128 + signal.SIGTERM, 137, 130), strict=True)])
+def test_workers_that_do_not_save_end_with_the_code_of_their_signal(
+    name: str, code: int, launched: Callable[[str], Launched]
+) -> None:
+    job, (*_, [number], seconds) = launched(name), ENDING[name]
+    assert job.code == code
     begin = f"accel-trainer launch: {number.name} passed on to the workers, which have {seconds} s to end"
-    assert output.startswith(f"{begin}; another signal ends them at once")
+    assert job.output.startswith(f"{begin}; another signal ends them at once")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
