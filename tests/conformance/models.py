@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 GLOBAL_BATCH = 8
-NUM_BATCHES = 8
+NUM_BATCHES = 5
 CLIP = 0.5
 
 KINDS = ("mlp", "llama", "gpt2", "bert")
