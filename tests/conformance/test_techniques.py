@@ -30,7 +30,7 @@ preload("transformers.models.llama.modeling_llama", "accel_trainer.accelerator",
 COLUMNS = ("single", "ddp", "fsdp2", "hsdp", "tp", "sp", "cp", "zero1", "zero2", "zero3")
 SAMPLE = ("single", "ddp", "fsdp2", "zero3")
 ZERO = ("zero1", "zero2", "zero3")
-UPDATES, SAVED, DECAY = 3, 2, 0.5
+UPDATES, SAVED, DECAY = 2, 1, 0.5
 TOKENS = GLOBAL_BATCH * 12
 
 
@@ -92,7 +92,7 @@ def train(layout: str, asked: Technique, folder: str = "", begin: int = 0) -> li
     """Return losses on this rank, then the averaged model's loss and the tokens seen, where there are some.
 
     Args:
-        folder: of the state: saved after two updates, or loaded where the run does not begin at 0.
+        folder: of the state: saved after an update, or loaded where the run does not begin at 0.
     """
     accelerator = LAYOUTS[layout].accelerator(asked.config)
     model = build_model("llama")
