@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cells import beyond
 from tests.ranks import preload, run_ranks
 from tests.stand_in import ALONE
 
@@ -18,6 +19,7 @@ preload("accel_trainer.accelerator", "transformers.models.llama.modeling_llama",
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+ONE_LAYER = {**SMALL, "num_hidden_layers": 1}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tied weights": (1, {"tie_word_embeddings": True}, {}),
     "averages": (1, {}, {"ema_decay": 0.9, "mixed_precision": "bf16"}),
@@ -55,7 +57,8 @@ def _engine_state() -> list[Any]:
     return [comm.cdb, groups._WORLD_GROUP, real_accelerator.ds_accelerator, os.environ.get("LOCAL_RANK")]
 
 
-@pytest.mark.parametrize("name", CASES)
+# Beyond the sample: averages are in shards in it, and stage 2 and 16 bits in others of ZeRO.
+@pytest.mark.parametrize("name", [beyond(n) if n in ("averages", "ZeRO-2 in bf16") else n for n in CASES])
 def test_plans_are_within_5_per_cent_of_what_ranks_take(name: str):
     ranks = CASES[name][0]
     for ratio, is_kept, parts in run_ranks(measure, ranks, name, env=ALONE if ranks == 1 else None, timeout=200):
@@ -68,7 +71,7 @@ def test_a_case_is_measured_as_fit_has_written_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HF_HOME", str(tmp_path))  # no default configuration
     sys.path.insert(0, str(BENCHMARKS))
     planned_peaks = importlib.import_module("planned_peaks")
-    case = planned_peaks.Case(sizes=SMALL, options={"mixed_precision": "bf16"}, rows=4, length=64)
+    case = planned_peaks.Case(sizes=ONE_LAYER, options={"mixed_precision": "bf16"}, rows=4, length=64)
     planned = planned_peaks.plan_case(case)
     *_, limit = planned_peaks.follow_advice(case, planned)
     fitted = planned_peaks.fit_case(case, limit)
@@ -83,7 +86,7 @@ def test_the_advice_of_a_plan_is_a_case_that_is_measured():
     sys.path.insert(0, str(BENCHMARKS))
     planned_peaks = importlib.import_module("planned_peaks")
     torch.manual_seed(0)
-    planned = planned_peaks.plan_case(case := planned_peaks.Case(sizes=SMALL, rows=2, length=32))
+    planned = planned_peaks.plan_case(case := planned_peaks.Case(sizes=ONE_LAYER, rows=2, length=32))
     text, changed, limit = planned_peaks.follow_advice(case, planned)
     assert limit < 1.05 * planned.plan.peak
     assert planned_peaks.plan_case(changed).plan.peak * 1.05 <= limit

@@ -154,12 +154,35 @@ def test_files_that_are_no_configuration_are_named(tmp_path: Path, monkeypatch: 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))  # no default configuration
+@pytest.fixture(scope="module")
+def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
     config = LlamaConfig(**SMALL, max_position_embeddings=64, architectures=["LlamaForCausalLM"])
-    config.save_pretrained(tmp_path / "llama")
-    return str(tmp_path / "llama")
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def llama(saved_llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))  # no default configuration
+    return saved_llama
+
+
+_plans: dict[Any, Any] = {}
+
+
+@pytest.fixture
+def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan once, in this process, what comparisons of the layouts of one model and one job ask for again."""
+    plan_of = layouts.plan_of
+
+    def plan_once(args: argparse.Namespace, options: Any, flags: dict[str, Any]) -> Any:
+        key = (args.model_name, args.sequence, *sorted({**options.flags, **flags}.items()))
+        if key not in _plans:
+            _plans[key] = plan_of(args, options, flags)
+        return _plans[key]
+
+    monkeypatch.setattr(layouts, "plan_of", plan_once)
 
 
 def test_a_rank_of_a_job_is_planned(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +217,7 @@ def test_a_job_on_the_cpu_is_planned_with_a_cpus_kernels(llama: str, capsys: pyt
     assert cpu["peak"] == plan_layout(model, resolve(file={}, environ={}), 1, workload, Cluster()).peak
 
 
-def test_layouts_that_fit_are_ranked(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts_that_fit_are_ranked(llama: str, remembered: None, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["estimate", llama, "--num_processes", "2", "--compare", "--sequence", "32"]
     assert main([*words, "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)
@@ -213,7 +236,7 @@ def test_layouts_that_fit_are_ranked(llama: str, capsys: pytest.CaptureFixture[s
 
 
 def test_processes_that_share_out_layouts_find_the_same_plans(
-    llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    llama: str, remembered: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["estimate", llama, "--num_processes", "2", "--compare", "--sequence", "32", "--json"]
     monkeypatch.setattr(layouts, "_ALONE_SECONDS", float("inf"))

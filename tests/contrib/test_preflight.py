@@ -15,6 +15,7 @@ from torch import nn
 from accel_trainer import Accelerator
 from accel_trainer.contrib.preflight import plan_training
 from accel_trainer.errors import ConfigError
+from tests.cells import beyond
 from tests.contrib.test_planner import LAYOUTS, B, L, build, local, plan
 from tests.ranks import run_ranks
 from tests.trainer_jobs import build_trainer, on_ranks
@@ -45,7 +46,8 @@ def planned_in_job(name: str) -> list[Any]:
     return [found.peak, found.parameters, held, total, loss.item()]
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2 bf16", "tp x fsdp2"])
+# Beyond the sample: its shards are in two others.
+@pytest.mark.parametrize("name", ["ddp", beyond("fsdp2"), "fsdp2 bf16", "tp x fsdp2"])
 def test_a_rank_of_a_job_plans_what_a_process_alone_plans_and_the_job_goes_on(name: str):
     num_processes, options = LAYOUTS[name]
     alone = plan(num_processes, options, name=name)
@@ -90,7 +92,7 @@ def train_with(folder: str, *, strategy: str, mode: str = "refuse", **options: A
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", beyond("ddp"), "fsdp"])
 def test_a_run_that_will_not_fit_is_refused_on_every_rank_before_anything_is_written(tmp_path: Path, strategy: str):
     for rank, (message, written, units) in enumerate(on_ranks(strategy, train_with, str(tmp_path / "out"))):
         assert re.match(rf"rank {rank} is planned to take \d+\.\d+ KiB at the peak: \d+\.\d+ KiB parameters, ", message)

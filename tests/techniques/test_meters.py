@@ -17,6 +17,7 @@ from accel_trainer import Accelerator
 from accel_trainer.errors import ConfigError
 from accel_trainer.techniques import meters as meters_module
 from accel_trainer.techniques.model_flops import ModelFlops
+from tests.cells import crossed
 from tests.ranks import preload, run_ranks
 from tests.strategy_configs import HAS_DEEPSPEED, needs_deepspeed
 from tests.trainer_jobs import VOCABULARY, build_model, build_trainer
@@ -130,8 +131,7 @@ def loop(
     return logs
 
 
-@pytest.mark.parametrize("collate", [pad, pack])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("collate", "accumulation"), crossed([pad, pack], [1, 3]))
 def test_figures_are_those_of_the_tokens_that_are_no_padding(tmp_path, collate: Any, accumulation: int):
     trainer = train(tmp_path, collate=collate, gradient_accumulation_steps=accumulation)
     check(perf_logs(trainer), LENGTHS, updates=-(-7 // accumulation))
