@@ -289,8 +289,8 @@ class DDPStrategy(Strategy):
         select_layers(job)
         if job.config.optimizer_in_backward and process.backend is not None:
             raise ConfigError(
-                f"{job.resolved.describe('optimizer_in_backward')} with strategy 'ddp', whose buckets hold all "
-                "gradients until they are exchanged, so that none would be freed; use strategy 'fsdp2'"
+                f"{job.resolved.describe('optimizer_in_backward')} with strategy 'ddp', which keeps all "
+                "gradients in buffers of its own, so that none would be freed; use strategy 'fsdp2'"
             )
         check_optimizers(job)
 

@@ -173,7 +173,7 @@ def by_the_trainer(layout: str, folder: str) -> list[float]:
 
 
 def readers_of(layout: str) -> int:
-    return {"single": 1, "tp": 1, "sp": 1, "hsdp": 4}.get(layout, 2)
+    return {"single": 1, "tp": 1, "sp": 1, "cp": 1, "hsdp": 4}.get(layout, 2)
 
 
 @functools.cache

@@ -18,6 +18,8 @@ from accel_trainer import Accelerator
 from accel_trainer.config import LossImplementation
 from accel_trainer.errors import ConfigError, MissingExtraError
 from accel_trainer.techniques.chunked_loss import AbsentLogitsError, LossSettings, _Criterion, find_chunked_loss
+from tests.cells import beyond
+from tests.conformance.test_conformance import LAYOUTS, mark
 from tests.ranks import preload, run_ranks
 
 preload("transformers.models.auto.modeling_auto", "accel_trainer.accelerator")
@@ -52,12 +54,12 @@ FAMILIES: dict[str, tuple[type, str, dict[str, Any]]] = {
 BY_ITEMS = [name for name in FAMILIES if name not in ("bert", "t5", "bart")]
 
 
-def build(family: str = "llama", **changes: Any) -> Any:
+def build(family: str = "llama", vocabulary: int = VOCABULARY, **changes: Any) -> Any:
     """Return a tiny model of a family, without dropout; the same values each time."""
     kind, name, options = FAMILIES[family]
     tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "decoder_start_token_id": 0}
     torch.manual_seed(0)
-    model = kind.from_config(AutoConfig.for_model(name, vocab_size=VOCABULARY, **options, **tokens, **changes))
+    model = kind.from_config(AutoConfig.for_model(name, vocab_size=vocabulary, **options, **tokens, **changes))
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -435,6 +437,63 @@ def test_ranks_that_share_the_words_find_the_loss_of_all(changes: Any, smoothing
         own = slice(6 * rank, 6 * rank + 6)
         expected = [total.detach(), hidden.grad, weight.grad[own], bias.grad[own]]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+# Heads that a family ties, scales, caps or gives a bias, in the shards of each engine that has some.
+HEADS = ("qwen2 tied", "gemma2 capped", "cohere", "phi with a bias")
+ENGINES = ("tp", "fsdp2", "hsdp", "tp_shards", "sp", "zero3")
+SHARED_WORDS = 96
+SMOOTHING = {"cohere": 0.1, "gemma2 capped": 0.2}
+
+
+def shared_rows() -> tuple[Tensor, Tensor]:
+    """Return four rows with equally many labels."""
+    tokens = torch.randint(3, SHARED_WORDS, (4, 12), generator=torch.Generator().manual_seed(2))
+    labels = tokens.clone()
+    labels[:, 1:5] = -100
+    return tokens, labels
+
+
+def steps_of_shards(engine: str) -> dict[str, tuple[float, dict[str, Tensor]]]:
+    """Return the loss of all rows and, on rank 0, the full weights after a step of size 1, by family."""
+    found = {}
+    for family in HEADS:
+        accelerator = LAYOUTS[engine].accelerator({"loss": "chunked", "loss_chunk_tokens": 5})
+        model = build(family, SHARED_WORDS)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        chunked = find_chunked_loss(model)
+        assert chunked is not None
+        chunked.label_smoothing = SMOOTHING.get(family, 0.0)
+        tokens, labels = (
+            rows.chunk(accelerator.readers.world_size)[accelerator.readers.rank] for rows in shared_rows()
+        )
+        loss = model(input_ids=tokens, labels=labels).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        state = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+        found[family] = accelerator.reduce(loss.detach(), "mean").item(), state
+        accelerator.free_memory()
+    return found
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("engine", [mark(name) if name == "tp" else beyond(mark(name)) for name in ENGINES])
+def test_sharded_heads_of_families_give_the_step_of_whole_logits(engine: str):
+    found = run_ranks(steps_of_shards, LAYOUTS[engine].world_size, engine, timeout=150)[0]
+    tokens, labels = shared_rows()
+    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    for family, (loss, state) in found.items():
+        model = build(family, SHARED_WORDS)
+        expected = nn.functional.cross_entropy(
+            model(tokens).logits.flatten(0, 1), shifted.flatten(), label_smoothing=SMOOTHING.get(family, 0.0)
+        )
+        expected.backward()
+        assert loss == pytest.approx(expected.item(), rel=1e-6), family
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(
+                state[name], parameter.detach() - parameter.grad, rtol=1e-5, atol=1e-6,
+                msg=lambda text, n=f"{family} {name}": f"{n}: {text}",
+            )  # fmt: skip
 
 
 def test_no_tokens_have_gradients_of_zero():

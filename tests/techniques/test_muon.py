@@ -13,6 +13,7 @@ from torch import nn
 from accel_trainer import Accelerator
 from accel_trainer.errors import ConfigError
 from accel_trainer.techniques.muon import Muon, muon_groups
+from tests.cells import beyond
 from tests.loops import tiny_model
 from tests.ranks import preload, run_ranks
 from tests.trainer_jobs import build_model, build_trainer
@@ -155,13 +156,27 @@ def test_ranks_that_share_matrices_update_as_one_process_does(kind, layout, runs
     same(resume(kind, {"strategy": "single"}, f"{runs[0]}/{kind}-{layout}"), weights, bound)
 
 
-def train_hybrid(folder: str) -> State:
-    return train("rows", {"strategy": "fsdp2", "fsdp": {"replicate_size": 2}}, folder)[0]
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "hsdp": (4, {"strategy": "fsdp2", "fsdp": {"replicate_size": 2}}),
+    "tp x shards": (4, {"parallel": {"tp_size": 2, "dp_shard_size": 2}}),
+    "ep": (2, {"parallel": {"ep_size": 2}}),
+    "ep x shards": (4, {"parallel": {"ep_size": 2}}),
+}
+
+
+def train_mesh(kind: str, mesh: str, folder: str) -> tuple[State, State]:
+    return train(kind, MESHES[mesh][1], folder)
 
 
 @pytest.mark.multirank
-def test_replicas_of_shards_update_alike(tmp_path):
-    same(run_ranks(train_hybrid, 4, str(tmp_path), timeout=150)[0], by_hand(Rows()), 1e-6)
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [("rows", "hsdp"), beyond(("llama", "tp x shards")), *(beyond(("mixtral", mesh)) for mesh in MESHES)],
+)
+def test_replicas_and_products_of_shards_update_alike(kind, mesh, tmp_path):
+    weights, resumed = run_ranks(train_mesh, MESHES[mesh][0], kind, mesh, str(tmp_path), timeout=150)[0]
+    same(weights, by_hand(build(kind)), 1e-6 if kind == "rows" else 3e-6)
+    same(resumed, weights, 0)
 
 
 def test_a_step_is_that_of_torchs_muon_to_the_digits_of_bf16():
