@@ -228,15 +228,19 @@ def _wait(baton: Any) -> None:
 def _find_holders(lock: Path) -> list[str]:
     """Return the processes of this machine that have the lock open, as far as this one may look (on Linux)."""
     holders = []
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if os.path.samefile(link, lock):
-                pid = link.parts[2]
-                command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                holders.append(f"{pid} ({command.strip()[:100]})")
-        except OSError:  # gone, or another user's
-            continue
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):  # gone, or another user's
+            if any(_is_same_file(link, lock) for link in folder.iterdir()):
+                command = (folder.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                holders.append(f"{folder.parent.name} ({command.strip()[:100]})")
     return holders
+
+
+def _is_same_file(link: Path, lock: Path) -> bool:
+    try:
+        return os.path.samefile(link, lock)
+    except OSError:
+        return False
 
 
 def _describe(lock: Path, age_seconds: float, holders: list[str]) -> str:

@@ -247,6 +247,22 @@ def test_the_process_that_compiles_is_named_and_waited_for_at_any_age(
     assert f"process {holder.pid} ({sys.executable}" in caplog.text
 
 
+def test_a_process_that_ends_while_holders_are_looked_for_is_passed_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def vanish(function: Any) -> Any:
+        def listed(path: Any = ".") -> Any:
+            if str(path) == f"/proc/{os.getppid()}/fd":
+                raise FileNotFoundError(2, "No such file or directory", str(path))
+            return function(path)
+
+        return listed
+
+    monkeypatch.setattr(os, "scandir", vanish(os.scandir))
+    monkeypatch.setattr(os, "listdir", vanish(os.listdir))
+    with (tmp_path / "lock").open("w"):
+        (holder,) = runtime._find_holders(tmp_path / "lock")
+    assert holder.startswith(f"{os.getpid()} (")
+
+
 def test_nothing_is_said_where_nothing_is_locked(short_patience: None, caplog: pytest.LogCaptureFixture):
     with watch_locks():
         time.sleep(0.3)
