@@ -30,7 +30,7 @@ SAMPLE = ("tp", "selective, a loss in chunks")
 """Each technique by itself is in other tests of the Trainer, on one process and on shards."""
 
 
-def train(layout: str, title: str, folder: str, resume: str | None = None) -> list[float]:
+def train(model: Any, layout: str, title: str, folder: str, resume: str | None = None) -> list[float]:
     """Return losses on this rank, then the averaged model's loss and the tokens seen, where there are some."""
     from accel_trainer import Trainer, TrainingArguments
 
@@ -39,7 +39,6 @@ def train(layout: str, title: str, folder: str, resume: str | None = None) -> li
     sizes = {**on.options.get("parallel", {}), **({"dp_shard_size": 2} if layout == "hsdp" else {})}
     fields = {FIELDS.get(name, name): value for name, value in asked.config.items()}
     batch = GLOBAL_BATCH // readers_of(layout)
-    model = build_model("llama")  # before the arguments, under which ZeRO-3 builds models in pieces
     args = TrainingArguments(
         folder, use_cpu=True, per_device_train_batch_size=batch, per_device_eval_batch_size=batch, max_steps=UPDATES,
         logging_steps=1, save_steps=SAVED, train_sampling_strategy="sequential", max_grad_norm=0.0, report_to=[],
@@ -64,11 +63,13 @@ def run_all(layout: str, titles: list[str], folder: str) -> dict[str, Any]:
     """Return what each technique gives on this rank: numbers, those of a resumed run, or a refusal."""
     activations._LEAST_BYTES = 0
     found: dict[str, Any] = {}
-    for number, title in enumerate(titles):
+    # Before all arguments, under which ZeRO-3 builds models in pieces, of other values.
+    models = [(build_model("llama"), build_model("llama")) for _ in titles]
+    for number, (title, (model, fresh)) in enumerate(zip(titles, models, strict=True)):
         try:
             state = f"{folder}/{number}"
             resume = f"{state}/checkpoint-{SAVED}"
-            found[title] = train(layout, title, state), train(layout, title, f"{state}-again", resume)
+            found[title] = train(model, layout, title, state), train(fresh, layout, title, f"{state}-again", resume)
         except ConfigError as error:
             found[title] = str(error)
     return found
