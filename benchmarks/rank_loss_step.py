@@ -43,7 +43,6 @@ SIZES = {
     "2.5 ms": Size(256, 16),
     "30 ms": Size(1024, 160),
     "HSDP of 30 ms": Size(1024, 160, num_ranks=4, num_replicas=2, repeats=SHORT, time_bound=1.01),
-    "HSDP of 100 ms": Size(1536, 160, num_ranks=4, num_replicas=2, repeats=SHORT, time_bound=1.01),
 }
 SHARDS = {"strategy": "fsdp2", "fsdp": {"wrap_classes": ["Linear"]}}
 
