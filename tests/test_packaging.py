@@ -91,7 +91,7 @@ def wheel_from_sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -
     folder = tmp_path_factory.mktemp("sdist")
     build(checkout, folder, "--sdist")
     with tarfile.open(only(folder, "*.tar.gz")) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4 on
     unpacked = next(path for path in folder.iterdir() if path.is_dir())
     build(unpacked, folder / "dist", "--wheel")
     return only(folder / "dist", "*.whl")

@@ -67,10 +67,19 @@ class _RefusedError(Exception):
     """A pickle refers to something else than records."""
 
 
+def _member(owner: Any, name: Any) -> _Record:
+    """Return the member of an enumeration as a record of its name."""
+    if owner is not _Record or not isinstance(name, str):
+        raise _RefusedError("it takes attributes of what is no record")
+    return _Record(name)
+
+
 class _RecordUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _RECORDS.get(module, ()):
             return _Record
+        if (module, name) == ("builtins", "getattr"):
+            return _member  # Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles members of enumerations so
         if (module, name) == ("torch", "Size"):
             return tuple
         if (module, name) == ("collections", "OrderedDict"):

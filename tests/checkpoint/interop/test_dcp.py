@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import pickle
 import resource
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,30 @@ def test_r15_metadata_that_runs_code_is_refused_before_it_runs(directory: Path, 
     with pytest.raises(IncompatibleCheckpointError, match=r"holds more than names and numbers: it names posix\.system"):
         DcpDirectory(directory)
     assert not (tmp_path / "marker").exists()
+
+
+def as_python_3_11_2(member: enum.Enum, protocol: int) -> Any:
+    return getattr, (type(member), member.name)
+
+
+def test_metadata_of_a_python_that_pickles_enumerations_by_attribute_are_read(directory: Path, monkeypatch):
+    encoding = type(dcp.metadata.TensorProperties().__getstate__()[3])
+    monkeypatch.setattr(encoding, "__reduce_ex__", as_python_3_11_2)
+    rewrite(directory, lambda metadata: None)
+    monkeypatch.undo()
+    assert b"getattr" in (directory / ".metadata").read_bytes()
+    assert torch.equal(DcpDirectory(directory)["model.weight"], build()[0].weight)
+
+
+class EvilAttribute:
+    def __reduce__(self) -> Any:
+        return getattr, (OrderedDict, "fromkeys")
+
+
+def test_r15_attributes_of_what_is_no_record_are_refused(directory: Path):
+    rewrite(directory, lambda metadata: setattr(metadata, "planner_data", EvilAttribute()))
+    with pytest.raises(IncompatibleCheckpointError, match="it takes attributes of what is no record"):
+        DcpDirectory(directory)
 
 
 def test_r15_an_object_that_runs_code_is_refused_before_it_runs(tmp_path: Path):
