@@ -226,8 +226,10 @@ class DeepSpeedStrategy(Strategy):
         groups = _group_names(job.model, optimizer)
         placeholder = optimizer if isinstance(optimizer, OptimizerPlaceholder) else None
         has_parameters_on_disk = config.value("zero_optimization.offload_param.device") == "nvme"
-        if config.precision not in _DTYPES and process.device.type == "cpu" and has_parameters_on_disk:
-            # DeepSpeed 0.19.8 would keep them there in bf16; so called, it asks its configuration for the type.
+        is_kept_in_bf16 = config.precision not in _DTYPES and process.device.type == "cpu" and has_parameters_on_disk
+        if is_kept_in_bf16 or (config.stage == 3 and _begins_with_integers(job.model)):
+            # DeepSpeed 0.19.8 takes the type of the first parameter on devices that have fp16, and else bf16 in files;
+            # so called, it asks its configuration.
             deepspeed.zero.Init(module=job.model, config_dict_or_path=config.data)
         with _scalars_broadcast(job.model), watch_locks():
             engine, *_ = deepspeed.initialize(
@@ -417,6 +419,11 @@ def _check_groups(job: TrainJob) -> None:
                 "so that a scheduler built on it no longer fits; leave the group out. (Parameters of a model that was "
                 "built in pieces under ZeRO-3 have one dimension: tell them apart by name, or by len(p.ds_shape).)"
             )
+
+
+def _begins_with_integers(model: nn.Module) -> bool:
+    first = next(model.parameters(), None)
+    return first is not None and not (first.is_floating_point() or hasattr(first, "ds_id"))
 
 
 def _check_parameters(job: TrainJob, config: EngineConfig) -> None:

@@ -109,7 +109,7 @@ def saved(directory: Path, num_values: int = 1000) -> Path:
 
 
 def test_two_ranks_read_each_byte_once(tmp_path: Path, server: Faulty) -> None:
-    uri, options = "s3://bucket/run", {"lr_scheduler_type": "constant", "env": variables(server)}
+    uri, options = "s3://bucket/run", {"lr_scheduler_type": "constant", "samples": 64, "env": variables(server)}
     whole = on_ranks("ddp", trained, tmp_path / "whole", **options)[0]
     on_ranks("ddp", trained, tmp_path / "lost", uri, max_steps=6, **options)
     num_bytes = ObjectStore(uri, "checkpoint-").manifest("checkpoint-6").num_bytes

@@ -9,6 +9,7 @@ import weakref
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 pytest.importorskip("deepspeed")
+
+from deepspeed.accelerator import get_accelerator
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.integrations.deepspeed.partitions import flat_partitions
@@ -227,6 +230,25 @@ def test_a_part_without_gradients_stays_as_it_is():
     offloaded = trained.pop("zero2 offloaded")
     close(trained | {"zero3 offloaded": offloaded}, [p.detach() for p in model.parameters()])
     close(trained, [p.detach() for p in model.parameters()])
+
+
+@SCENARIOS.add
+def parameters_that_begin_with_integers() -> Any:
+    """Train under ZeRO-3 on a device that has fp16, as cards and some CPUs do."""
+    made, model = accelerator(3, False), build()
+    optimizer = adamw(model)
+    model.codes = nn.Parameter(torch.arange(4), requires_grad=False)
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):
+        engine, prepared = made.prepare(model, optimizer)
+    for step in range(3):
+        take_update(engine(own_rows(step)), prepared, made)
+    return whole(made, engine)
+
+
+def test_a_first_parameter_of_integers_is_kept_on_a_device_that_has_fp16():
+    codes, *values = results("parameters_that_begin_with_integers")[0]
+    assert codes.tolist() == [0, 1, 2, 3]
+    torch.testing.assert_close(values, alone(), atol=1e-6, rtol=1e-5)
 
 
 @SCENARIOS.add
