@@ -225,11 +225,8 @@ class DeepSpeedStrategy(Strategy):
         optimizer = job.optimizers[0] if job.optimizers else None
         groups = _group_names(job.model, optimizer)
         placeholder = optimizer if isinstance(optimizer, OptimizerPlaceholder) else None
-        has_parameters_on_disk = config.value("zero_optimization.offload_param.device") == "nvme"
-        is_kept_in_bf16 = config.precision not in _DTYPES and process.device.type == "cpu" and has_parameters_on_disk
-        if is_kept_in_bf16 or (config.stage == 3 and _begins_with_integers(job.model)):
-            # DeepSpeed 0.19.8 takes the type of the first parameter on devices that have fp16, and else bf16 in files;
-            # so called, it asks its configuration.
+        if _would_take_another_type(job.model, config, process):
+            # So called, it asks its configuration for the type.
             deepspeed.zero.Init(module=job.model, config_dict_or_path=config.data)
         with _scalars_broadcast(job.model), watch_locks():
             engine, *_ = deepspeed.initialize(
@@ -421,9 +418,15 @@ def _check_groups(job: TrainJob) -> None:
             )
 
 
-def _begins_with_integers(model: nn.Module) -> bool:
+def _would_take_another_type(model: nn.Module, config: EngineConfig, process: ProcessContext) -> bool:
+    """Return whether DeepSpeed 0.19.8 would build a model of another type than its configuration says."""
+    if config.stage < 3:
+        return False
     first = next(model.parameters(), None)
-    return first is not None and not (first.is_floating_point() or hasattr(first, "ds_id"))
+    if first is not None and not (first.is_floating_point() or hasattr(first, "ds_id")):
+        return True  # that of the first parameter, on devices that have fp16
+    is_on_disk = config.value("zero_optimization.offload_param.device") == "nvme"
+    return config.precision not in _DTYPES and process.device.type == "cpu" and is_on_disk  # bf16
 
 
 def _check_parameters(job: TrainJob, config: EngineConfig) -> None:
