@@ -160,14 +160,21 @@ def run_ranks(
                 rank.kill()
 
 
-def map_jobs(run: Callable[[Any], Any], cases: Iterable[Any], at_once: int = 3) -> dict[Any, Any]:
-    """Return what `run` gives for each case, some at a time.
+def ask_jobs(run: Callable[[Any], Any], cases: Iterable[Any], at_once: int = 3) -> Callable[[Any], Any]:
+    """Run each case, some at a time; return what gives the result of one, or raises its error.
 
     For jobs that mostly wait, as those with a killed rank do: the others ask for a while who is gone.
     """
     with ThreadPoolExecutor(at_once) as pool:
-        cases = list(cases)
-        return dict(zip(cases, pool.map(run, cases), strict=True))
+        futures = {case: pool.submit(run, case) for case in cases}
+    return lambda case: futures[case].result()
+
+
+def map_jobs(run: Callable[[Any], Any], cases: Iterable[Any]) -> dict[Any, Any]:
+    """Return what `run` gives for each case, as `ask_jobs` runs them."""
+    cases = list(cases)
+    ask = ask_jobs(run, cases)
+    return {case: ask(case) for case in cases}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import pytest
 
 from tests.cells import beyond, selected
 from tests.launches import launch, run_command
-from tests.ranks import RankFailure, free_port, map_jobs, preload, run_ranks
+from tests.ranks import RankFailure, ask_jobs, free_port, preload, run_ranks
 from tests.warm import COLD
 
 preload("accel_trainer.accelerator")
@@ -85,25 +85,14 @@ def launched(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     signalled = {**SAVING, **ENDING}
     folders = {name: tmp_path_factory.mktemp("launched") for name in (*jobs, *signalled)}
 
-    def run(name: str) -> Launched | Exception:
-        try:
-            if name in signalled:
-                return interrupt(folders[name], *signalled[name])
-            words, script, arguments = jobs[name]
-            given = "--cpu", *words.split(), write(folders[name], script), *arguments.split()
-            return Launched(*launch(folders[name], *given, timeout=150), folders[name], time.time())
-        except Exception as error:
-            return error
+    def run(name: str) -> Launched:
+        if name in signalled:
+            return interrupt(folders[name], *signalled[name])
+        words, script, arguments = jobs[name]
+        given = "--cpu", *words.split(), write(folders[name], script), *arguments.split()
+        return Launched(*launch(folders[name], *given, timeout=150), folders[name], time.time())
 
-    results = map_jobs(run, folders)
-
-    def result_of(name: str) -> Launched:
-        result = results[name]
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    return result_of
+    return ask_jobs(run, folders)
 
 
 def wait_for(*paths: Path, seconds: float = 60) -> None:

@@ -29,7 +29,7 @@ from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_watch import RankWatch
 from tests.fault_injection import fault_env
 from tests.fault_matrix import build_tests
-from tests.ranks import RankFailure, map_jobs, preload, run_ranks
+from tests.ranks import RankFailure, ask_jobs, preload, run_ranks
 
 preload("accel_trainer.accelerator")
 
@@ -93,21 +93,11 @@ def waited(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[di
     """Run jobs that wait for most of their time, five at once; return of each its failures and its folder."""
     folders = {name: tmp_path_factory.mktemp("waited") for name in WAITING}
 
-    def run(name: str) -> Any:
-        function, *args = WAITING[name][:-1]
-        try:
-            return failures_of(function, str(folders[name]), *args, **WAITING[name][-1])
-        except BaseException as error:
-            return error
+    def run(name: str) -> tuple[dict[int, str], Path]:
+        function, *args, options = WAITING[name]
+        return failures_of(function, str(folders[name]), *args, **options), folders[name]
 
-    results = map_jobs(run, WAITING, at_once=5)
-
-    def result_of(name: str) -> tuple[dict[int, str], Path]:
-        if isinstance(results[name], BaseException):
-            raise results[name]
-        return results[name], folders[name]
-
-    return result_of
+    return ask_jobs(run, WAITING, at_once=5)
 
 
 # Of the matrix that `make test-faults` runs: each fault, and each place.
