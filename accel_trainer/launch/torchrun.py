@@ -291,7 +291,8 @@ class _Agent(LocalElasticAgent):
         self._see_ended()
         if self._takes_in(worker_group):
             return RunResult(state=WorkerState.HEALTHY)
-        self._outlive(worker_group)
+        if self._outlive(worker_group):
+            return RunResult(state=WorkerState.HEALTHY)
         if any(map(self._is_final, self.exits)):
             end_restarts(self)
             self._let_end(self._grace)  # torch would end the others at once
@@ -353,21 +354,24 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.FAILED)
         return result
 
-    def _outlive(self, worker_group: Any) -> None:
-        """Let the workers go on without those that were killed, where they can, and tell them."""
+    def _outlive(self, worker_group: Any) -> bool:
+        """Let the workers go on without those that were killed, and tell them; return whether the others do go on."""
+        # Torch, once asked, ends all where one has failed: also one that is killed after this look at the exits.
+        is_running = bool(self._running())
         if (notice := self._notice) is None:
-            return
+            return False
         for exit_ in [each for each in self.exits if each.code and each.pid not in self._outlived]:
             running = [rank for rank in self._running() if notice.is_member(rank)]
             left = notice.going_on(running)
             # One that has not joined the others is nobody's to wait for, however it ends.
             if not notice.forget(exit_.rank):
                 if exit_.code > 0:
+                    is_running = False
                     continue
                 if reason := self._why_not_outlived(notice, running, left):
                     write_stderr(f"accel-trainer launch: {_describe(exit_)}, and the others cannot go on: {reason}")
                     self._notice = None
-                    return
+                    return False
                 notice.tell(exit_.rank)
             self._outlived.add(exit_.pid)
             forget_worker(self, exit_.rank)
@@ -375,6 +379,7 @@ class _Agent(LocalElasticAgent):
             write_stderr(
                 f"accel-trainer launch: {_describe(exit_)}; the {len(left)} that are left go on without it{then}"
             )
+        return is_running
 
     def _why_not_outlived(self, notice: LossNotice, running: list[int], left: list[int]) -> str:
         gone = "every replica (dp_replicate_size) has lost a rank" if running else "no rank is left"

@@ -408,6 +408,28 @@ def test_workers_that_cannot_go_on_without_another_are_started_again(launched: C
     assert "rank 1 is 1 of 2, 6 micro-batches" in output
 
 
+SEEN_LATE = """
+import os, sys, time
+from accel_trainer.launch.cli import main
+from accel_trainer.launch import torchrun
+watch = torchrun._Agent._watch
+def watch_late(agent, rank, pid):
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    time.sleep(1.5)
+    watch(agent, rank, pid)
+torchrun._Agent._watch = watch_late
+sys.exit(main())
+"""
+
+
+def test_workers_go_on_without_one_whose_end_is_seen_late(tmp_path: Path) -> None:
+    script, launcher = write(tmp_path, OUTLIVED), write(tmp_path, SEEN_LATE, "launcher.py")
+    words = "launch", "--cpu", "--num_processes", "3", "--on_rank_loss", "continue", script, "accumulate", "0"
+    ended = subprocess.run([sys.executable, launcher, *words], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "the 2 that are left go on without it" in ended.stderr
+
+
 def test_workers_that_fail_again_end_the_job(launched: Callable[[str], Launched]) -> None:
     code, output, *_ = launched("both fail twice")
     assert code == 3
