@@ -1,4 +1,4 @@
-"""What a rank that joins a job takes from one of the others: everything that training goes on with.
+"""What a rank takes from another where they meet: everything where it joins, an update where it is behind.
 
 It travels over the process group, from rank 0 to the last rank; the others do not wait. Tensors keep dtype and values
 bit by bit, but for random streams, which are made of those of rank 0 and of the number of the new rank.
@@ -7,6 +7,7 @@ bit by bit, but for random streams, which are made of those of rank 0 and of the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,50 @@ from accel_trainer.strategies.broadcast_values import buckets_of, split_like
 
 if TYPE_CHECKING:
     from accel_trainer import Accelerator
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the ranks of a group stood when they met: updates, collectives of the loop, and micro-batches begun."""
+
+    own: list[int]
+    ahead: list[int]
+    behind: dict[int, list[int]]
+    have_voted: bool
+    """Whether all had come to the vote of their update."""
+
+    @classmethod
+    def of(cls, said: Mapping[int, dict[str, Any]], rank: int) -> Places:
+        """Return the places by each rank's word, as `rank` sees them."""
+        ahead = max(each["place"] for each in said.values())
+        behind = {rank: each["place"] for rank, each in said.items() if each["place"] != ahead}
+        return cls(said[rank]["place"], ahead, behind, all(each["has_voted"] for each in said.values()))
+
+    @property
+    def is_behind_update(self) -> bool:
+        """Whether others have completed an update that this rank has not."""
+        return self.own[0] < self.ahead[0]
+
+
+def why_not_level(said: list[dict[str, Any]]) -> str:
+    """Return why ranks cannot go on, by the answers of all; empty where they can. The same on all of them."""
+    reason: str = next((each["reason"] for each in said if each["reason"]), "")
+    places = {tuple(each["place"]) for each in said}
+    if reason or len(places) == 1 or _are_near(said, len(places)):
+        return reason
+    return "some had completed an update, or a collective, that others had not"
+
+
+def _are_near(said: list[dict[str, Any]], num_places: int) -> bool:
+    """Whether those behind are one update behind, or one collective of the loop, and can take it."""
+    # All ranks have to come to each: nobody can be two ahead.
+    updates, calls, *_ = max(each["place"] for each in said)
+    behind = [each for each in said if each["place"][:2] != [updates, calls]]
+    steps = {(updates - each["place"][0], calls - each["place"][1]) for each in behind}
+    # Replicas of shards need not have begun the same micro-batch of an update.
+    if not said[0]["votes"] and num_places > 2 - (not steps):
+        return False
+    return len(steps) <= 1 and steps <= {(0, 1), (1, 0)} and all(each["can_take"] for each in behind)
 
 
 @between_two_ranks()

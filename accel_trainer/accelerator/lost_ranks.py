@@ -17,7 +17,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -26,7 +25,15 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.accelerator.accumulation import PreparedUnit
-from accel_trainer.accelerator.handover import collect_state, receive, send, take_state, take_update
+from accel_trainer.accelerator.handover import (
+    Places,
+    collect_state,
+    receive,
+    send,
+    take_state,
+    take_update,
+    why_not_level,
+)
 from accel_trainer.config import LossDivision, RankLossAction
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.data.plan import RanksLeft
@@ -365,7 +372,7 @@ class LostRanks:
 
     def _settle(self, said: list[dict[str, Any]], number: int | None, gone: str, error: BaseException | None) -> None:
         """Let `number` join where all have come for that; raise where ranks are `gone` and the others cannot go on."""
-        reason = _find_reason(said)
+        reason = why_not_level(said)
         if reason and gone:
             raise RankLostError(
                 f"rank {gone} was lost, and this job cannot go on without it: {reason}. The launcher starts all ranks "
@@ -478,7 +485,7 @@ class LostRanks:
             rejoin(accelerator.process, survivors)
             members = survivors.members
             # Where all that were ahead are lost by now, the others begin together again.
-            places = _Places.of({rank: each for rank, each in said.items() if rank in members}, survivors.rank)
+            places = Places.of({rank: each for rank, each in said.items() if rank in members}, survivors.rank)
             if not (places.behind or self._votes):
                 return self._share_out(accelerator)
             given = self._catch_up(accelerator, places)
@@ -488,7 +495,7 @@ class LostRanks:
         if survivors.rank in places.behind:
             self._take_level(accelerator, places, given)
 
-    def _catch_up(self, accelerator: Accelerator, places: _Places) -> Any:
+    def _catch_up(self, accelerator: Accelerator, places: Places) -> Any:
         """Share the updates out; return the state that this rank was given, None without one or after another loss."""
         try:
             if self._votes:
@@ -507,7 +514,7 @@ class LostRanks:
             self.note_update()
             self.must_step = True
 
-    def _level(self, accelerator: Accelerator, places: _Places) -> Any:
+    def _level(self, accelerator: Accelerator, places: Places) -> Any:
         """Give those that are one step behind what the others have: an update's state, or a collective's result."""
         members, process, given = self._survivors.members, accelerator.process, None
         source = next(number for number, rank in enumerate(members) if rank not in places.behind)
@@ -526,7 +533,7 @@ class LostRanks:
         """Whether a rank at `place` is given nothing: it makes its own step, or has begun fewer micro-batches."""
         return self._votes and (place[0] < ahead[0] or place[1] == ahead[1])
 
-    def _take_level(self, accelerator: Accelerator, places: _Places, given: Any) -> None:
+    def _take_level(self, accelerator: Accelerator, places: Places, given: Any) -> None:
         """Go on from this rank's place with the state that one of those ahead has given."""
         is_update, ahead = places.is_behind_update, places.ahead
         self._num_owed = max(ahead[2:]) - (0 if is_update else max(places.own[2:]))
@@ -636,50 +643,6 @@ class LostRanks:
                     return result
         finally:
             self._is_calling = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where the ranks of a group stood when they met: updates, collectives of the loop, and micro-batches begun."""
-
-    own: list[int]
-    ahead: list[int]
-    behind: dict[int, list[int]]
-    have_voted: bool
-    """Whether all had come to the vote of their update."""
-
-    @classmethod
-    def of(cls, said: Mapping[int, dict[str, Any]], rank: int) -> _Places:
-        """Return the places by each rank's word, as `rank` sees them."""
-        ahead = max(each["place"] for each in said.values())
-        behind = {rank: each["place"] for rank, each in said.items() if each["place"] != ahead}
-        return cls(said[rank]["place"], ahead, behind, all(each["has_voted"] for each in said.values()))
-
-    @property
-    def is_behind_update(self) -> bool:
-        """Whether others have completed an update that this rank has not."""
-        return self.own[0] < self.ahead[0]
-
-
-def _find_reason(said: list[dict[str, Any]]) -> str:
-    """Return why ranks cannot go on, by the answers of all; empty where they can. The same on all of them."""
-    reason: str = next((each["reason"] for each in said if each["reason"]), "")
-    places = {tuple(each["place"]) for each in said}
-    if reason or len(places) == 1 or _are_near(said, len(places)):
-        return reason
-    return "some had completed an update, or a collective, that others had not"
-
-
-def _are_near(said: list[dict[str, Any]], num_places: int) -> bool:
-    """Whether those behind are one update behind, or one collective of the loop, and can take it."""
-    # All ranks have to come to each: nobody can be two ahead.
-    updates, calls, *_ = max(each["place"] for each in said)
-    behind = [each for each in said if each["place"][:2] != [updates, calls]]
-    steps = {(updates - each["place"][0], calls - each["place"][1]) for each in behind}
-    # Replicas of shards need not have begun the same micro-batch of an update.
-    if not said[0]["votes"] and num_places > 2 - (not steps):
-        return False
-    return len(steps) <= 1 and steps <= {(0, 1), (1, 0)} and all(each["can_take"] for each in behind)
 
 
 def repeated_by_those_left(method: F, *, is_alike: bool = True) -> F:
