@@ -287,11 +287,11 @@ class RankWatch:
                 look += _STUCK_SECONDS
                 if (failure := self.find_failure()) is not None:
                     raise self._remote_error(failure, place, users_line())
-                before = self._check_not_crossed(doing, before, begun, place)
+                before = self._check_not_crossed(count, doing, before, begun, place)
 
     @waits(COMPARISON)
     def _check_not_crossed(
-        self, doing: str, before: list[RankState | None], begun: dict[str, int] | None, own: str
+        self, count: str, doing: str, before: list[RankState | None], begun: dict[str, int] | None, own: str
     ) -> list[RankState | None]:
         """Raise where a rank that does not come stands in another collective, which waits for this one."""
         states = self._call_roll()
@@ -305,7 +305,8 @@ class RankWatch:
                 is_past = any(state.begun.get(group, 0) > number for group, number in begun.items())
                 # Slow ranks, that compile for one, are not elsewhere: they have begun no more than this one.
                 is_elsewhere = is_past or own == ARRIVAL and is_elsewhere
-            if is_elsewhere:
+            # The roll takes its time: a rank may have come meanwhile, and gone on since all had.
+            if is_elsewhere and self._store.add(count, 0) < self.world_size:
                 place = state.operation or state.section or "another call"
                 raise DesyncError(
                     f"rank {self._rank} is about to call {doing}, {users_line()}, and rank {rank} waits for it in "

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,36 @@ def late_behind_a_handover() -> int:
 
 def test_who_has_given_a_state_to_another_rank_is_in_no_other_collective() -> None:
     assert run_ranks(late_behind_a_handover, 3) == [2, 2, 2]
+
+
+def past_while_it_is_asked(folder: Path) -> None:
+    """Come late, and have passed the comparison by the time at which the other rank is told where this one is."""
+    watch, _ = start()
+    looked, passed = folder / "looked", folder / "passed"
+    if dist.get_rank() == 0:
+        call_roll = watch._call_roll
+
+        def call_late() -> Any:
+            looked.touch()
+            wait_for(passed)
+            return call_roll()
+
+        watch._call_roll = call_late
+    else:
+        wait_for(looked)
+    walk(SharedOrder("Net"), "a")
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    passed.touch()
+    work.wait()
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def test_a_rank_that_comes_and_goes_on_while_it_is_asked_is_in_no_other_collective(tmp_path: Path) -> None:
+    run_ranks(past_while_it_is_asked, 2, tmp_path)
 
 
 def unlike_at_first() -> str:
