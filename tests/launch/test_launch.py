@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from tests.cells import beyond, selected
 from tests.launches import launch, run_command
@@ -326,6 +327,7 @@ def test_workers_go_on_without_one_that_is_killed(launched: Callable[[str], Laun
     assert "rank 2 is 1 of 2, 7 micro-batches" in output
 
 
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13 begins a forward of FSDP2 again")
 def test_workers_go_on_without_the_replica_of_one_that_is_killed(launched: Callable[[str], Launched]) -> None:
     code, output, *_ = launched("the other replica goes on")
     assert code == 0, output
