@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from torch.utils.data import DataLoader
 from accel_trainer.config import packaged_names, read_file, resolve
 from accel_trainer.contrib.planner import Cluster, Workload, plan_layout
 from accel_trainer.launch.cli import main
-from tests.cells import beyond
+from tests.cells import beyond, selected
 from tests.conformance.models import GLOBAL_BATCH, build_model, build_optimizer, build_samples, collate, plain_loop
 from tests.ranks import RankFailure, preload, run_ranks
 
@@ -68,6 +71,13 @@ EXPECTED = {
 }
 
 
+# Beyond the sample: other options of strategies that are in it.
+BEYOND = (
+    "accelerate_fsdp_bert", "fsdp_config_flat", "full_shard_bf16", "hybrid_shard", "preemption", "shard_grad_op",
+    "zero1", "zero2", "zero2_offload_optimizer", "zero3",
+)  # fmt: skip
+
+
 def test_every_packaged_file_is_expected_to_do_something():
     assert tuple(EXPECTED) == packaged_names()
 
@@ -80,7 +90,8 @@ def test_a_file_says_in_three_lines_what_it_is_when_to_take_it_and_what_it_costs
         assert not lines[3].startswith("#")
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+# That of parameters on the host is with NVMe; stages of real ranks are in tests/benchmarks/test_planned_peaks.py.
+@pytest.mark.parametrize("name", [beyond(name) if name in (*BEYOND, "zero3_offload") else name for name in EXPECTED])
 def test_a_file_is_planned(name: str):
     expected = EXPECTED[name]
     with torch.device("meta"):
@@ -112,16 +123,33 @@ def losses_of(name: str, kind: str) -> list[float]:
     return losses
 
 
-# Beyond the sample: other options of strategies that are in it.
-BEYOND = (
-    "accelerate_fsdp_bert", "fsdp_config_flat", "full_shard_bf16", "hybrid_shard", "preemption", "shard_grad_op",
-    "zero1", "zero2", "zero2_offload_optimizer", "zero3",
-)  # fmt: skip
+def losses_of_each(names: list[str]) -> dict[str, list[float]]:
+    return {name: losses_of(name, EXPECTED[name].kind) for name in names}
+
+
+def _job_of(name: str) -> tuple[bool, bool]:
+    """Return what has to be alike of files that are trained by in one job: the engine, and whether it is here."""
+    return EXPECTED[name].kind == "mlp", EXPECTED[name].num_ranks == 2
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest) -> Callable[[tuple[bool, bool]], list[dict[str, list[float]]]]:
+    """Return what gives the losses of a job's files by rank: a job costs more than to train in it."""
+    names = [name for (name,) in selected(request, "test_a_file_trains_as_a_plain_loop_or_is_refused_by_name")]
+
+    @functools.cache
+    def train(job: tuple[bool, bool]) -> list[dict[str, list[float]]]:
+        own = [name for name in names if _job_of(name) == job and not EXPECTED[name].refused]
+        # The job of the SLURM file is one of two machines; options of the environment win over a file's.
+        here = {"ACCEL_TRAINER_LAUNCH__NUM_PROCESSES": "2", "ACCEL_TRAINER_LAUNCH__NUM_MACHINES": "1"}
+        return run_ranks(losses_of_each, 2, own, env={} if job[1] else here, timeout=200)
+
+    return train
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("name", [beyond(name) if name in BEYOND else name for name in EXPECTED])
-def test_a_file_trains_as_a_plain_loop_or_is_refused_by_name(name: str):
+def test_a_file_trains_as_a_plain_loop_or_is_refused_by_name(name: str, trained: Any):
     expected = EXPECTED[name]
     if EXPECTED[name].kind == "mlp":
         pytest.importorskip("deepspeed")
@@ -129,10 +157,7 @@ def test_a_file_trains_as_a_plain_loop_or_is_refused_by_name(name: str):
         with pytest.raises(RankFailure, match=expected.refused):
             run_ranks(losses_of, 2, name, expected.kind)
         return
-    # The job of the SLURM file is one of two machines; options of the environment win over a file's.
-    here = {"ACCEL_TRAINER_LAUNCH__NUM_PROCESSES": "2", "ACCEL_TRAINER_LAUNCH__NUM_MACHINES": "1"}
-    env = here if expected.num_ranks > 2 else {}
-    first, second = run_ranks(losses_of, 2, name, expected.kind, env=env, timeout=100)
+    first, second = (found[name] for found in trained(_job_of(name)))
     assert first == second
     assert first == pytest.approx(plain_loop(expected.kind)["losses"][:3], rel=expected.tolerance)
 
