@@ -132,6 +132,13 @@ def gathered(directory: Path, *, strategy: str, cls: type[Trainer] = Trainer, **
     return counts[0], counts[1]
 
 
+def gathered_and_waited(directory: Path, **changes: Any) -> tuple[int, int]:
+    """Train so, and once more with saves that are waited for."""
+    counts = gathered(directory / "found", **changes)
+    gathered(directory / "waited", **{**changes, "save_async": False})
+    return counts
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize(
     ("changes", "counts"),
@@ -143,9 +150,7 @@ def gathered(directory: Path, *, strategy: str, cls: type[Trainer] = Trainer, **
     ],
 )
 def test_values_are_gathered_at_once_only_for_who_reads_them(tmp_path: Path, changes: Any, counts: Any) -> None:
-    found = on_ranks("fsdp", gathered, tmp_path / "found", **changes)
-    assert found == [counts, counts]
-    on_ranks("fsdp", gathered, tmp_path / "waited", **{**changes, "save_async": False})
+    assert on_ranks("fsdp", gathered_and_waited, tmp_path, **changes) == [counts, counts]
     for step in (2, 4):
         ours, theirs = (
             load_file(tmp_path / name / f"checkpoint-{step}" / "model.safetensors") for name in ("found", "waited")
