@@ -6,6 +6,7 @@ nccl refuses two ranks of one card. Each rank is told that it is alone on its no
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import socket
@@ -74,8 +75,10 @@ def _start(options: Namespace, strategy: str, world_size: int) -> dict[str, Any]
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     # A fork takes 0.1 s where an import takes 5, but one of a process that has asked for its devices cannot use CUDA.
-    context = multiprocessing.get_context("forkserver" if options.device == "cpu" else "spawn")
-    context.set_forkserver_preload(["accel_trainer.accelerator", "transformers.models.llama.modeling_llama"])
+    context = multiprocessing.get_context("fork" if options.device == "cpu" else "spawn")
+    if options.device == "cpu":
+        for name in ("accel_trainer.accelerator", "transformers.models.llama.modeling_llama"):
+            importlib.import_module(name)
     receiver, sender = context.Pipe(duplex=False)
     found, ranks = None, []
     with tempfile.TemporaryDirectory() as folder:
