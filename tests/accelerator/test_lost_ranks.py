@@ -464,9 +464,12 @@ def load_whole(folders: list[Path]) -> None:
         accelerator.load_state(folder)
 
 
-def test_a_state_is_saved_by_those_left(tmp_path: Path) -> None:
-    points = ["begin", "after_shard", "before_vote", "after_vote", "before_rename", "after_rename"]
-
+# Beyond the sample: before a vote a rank that has written one file is as one that has written all, and behind it a rank
+# that does not rename does nothing until it gives the next.
+@pytest.mark.parametrize(
+    "points", [("begin", "before_vote", "after_vote"), beyond((("after_shard", "before_rename", "after_rename"),))]
+)
+def test_a_state_is_saved_by_those_left(points: tuple[str, ...], tmp_path: Path) -> None:
     def save(point: str) -> list[Any]:
         env = CONTINUE | fault_env(f"kill9@save.{point}:rank=2")
         return run_ranks(save_and_evaluate, 4, tmp_path / point, False, env=env, outlives=True, timeout=60)
@@ -491,7 +494,7 @@ def test_a_loss_in_an_evaluation_of_a_loop_ends_all_together(tmp_path: Path) -> 
         Setup(num_steps=2, batch_size=3, even_batches=False, waits=(2,)),
         Setup(by_tokens=True, even_batches=False, waits=(2,)),
         Setup(num_workers=2, waits=(3,)),
-        Setup(width=140_000, ema_decay=0.5, waits=(2,)),  # gradients of two buckets
+        Setup(width=140_000, ema_decay=0.5, num_epochs=1, waits=(2,)),  # gradients of two buckets
     ],
     ids=str,
 )

@@ -52,9 +52,10 @@ def assert_equal_runs(found: list[dict[str, Any]], expected: list[dict[str, Any]
         np.testing.assert_equal(own["weights"], reference["weights"])
 
 
-# Of ddp the test below loses both disks, too.
+# Of ddp the test below loses both disks, too, and in the one after it nodes have two ranks each.
 @pytest.mark.parametrize(
-    ("engine", "num_ranks", "lost"), [beyond(("ddp", 2, "01")), ("fsdp_sharded", 4, "1"), ("zero3", 2, "0")]
+    ("engine", "num_ranks", "lost"),
+    [beyond(("ddp", 2, "01")), ("fsdp_sharded", 2, "1"), beyond(("fsdp_sharded", 4, "1")), ("zero3", 2, "0")],
 )
 def test_nodes_that_lose_their_disks_go_on_from_the_store(
     tmp_path: Path, engine: str, num_ranks: int, lost: str

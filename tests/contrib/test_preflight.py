@@ -46,8 +46,8 @@ def planned_in_job(name: str) -> list[Any]:
     return [found.peak, found.parameters, held, total, loss.item()]
 
 
-# Beyond the sample: its shards are in two others.
-@pytest.mark.parametrize("name", ["ddp", beyond("fsdp2"), "fsdp2 bf16", "tp x fsdp2"])
+# Beyond the sample: what is in two others.
+@pytest.mark.parametrize("name", ["ddp", beyond("fsdp2"), "fsdp2 bf16", "tp", beyond("tp x fsdp2")])
 def test_a_rank_of_a_job_plans_what_a_process_alone_plans_and_the_job_goes_on(name: str):
     num_processes, options = LAYOUTS[name]
     alone = plan(num_processes, options, name=name)
@@ -57,24 +57,27 @@ def test_a_rank_of_a_job_plans_what_a_process_alone_plans_and_the_job_goes_on(na
         assert parameters == held
 
 
-def planned_of_zero_3(in_pieces: bool) -> Any:
-    """Plan a model that transformers has built in pieces, or in full, and say whether it was; see `building`."""
+def planned_of_zero_3() -> list[Any]:
+    """Plan a model that transformers has built in pieces, and in full, and say whether it was; see `building`."""
     options = {"deepspeed": {"zero_optimization": {"stage": 3}}, "mixed_precision": "bf16"}
     accelerator = Accelerator(cpu=True, config={"strategy": "deepspeed", **options})
-    with accelerator.strategy.building(in_pieces):
-        model = build()
     tokens_BL = torch.ones(B, L, dtype=torch.long)
-    plan = accelerator.preflight(
-        model, torch.optim.AdamW(model.parameters()), {"input_ids": tokens_BL, "labels": tokens_BL}
-    )
-    assert plan is not None
-    return any(p.numel() == 0 for p in model.parameters()), plan.parameters, plan.peak, plan.flops
+    batch = {"input_ids": tokens_BL, "labels": tokens_BL}
+    found = []
+    for in_pieces in (True, False):
+        with accelerator.strategy.building(in_pieces):
+            model = build()
+        plan = accelerator.preflight(model, torch.optim.AdamW(model.parameters()), batch)
+        assert plan is not None
+        has_pieces = any(p.numel() == 0 for p in model.parameters())
+        found.append((has_pieces, plan.parameters, plan.peak, plan.flops))
+    return found
 
 
 def test_a_model_that_zero_3_has_built_in_pieces_is_planned_in_full():
-    (in_pieces, _), (in_full, _) = (run_ranks(planned_of_zero_3, 2, each, timeout=120) for each in (True, False))
-    assert (in_pieces[0], in_full[0]) == (True, False)
-    assert in_pieces[1:] == in_full[1:]
+    for in_pieces, in_full in run_ranks(planned_of_zero_3, 2, timeout=120):
+        assert (in_pieces[0], in_full[0]) == (True, False)
+        assert in_pieces[1:] == in_full[1:]
 
 
 # --- a Trainer --------------------------------------------------------------------------------------------------------
