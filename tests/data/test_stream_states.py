@@ -258,6 +258,16 @@ def part_of_a_run(
     return parts_of_runs(kind, workers, [state], num_steps, until)[0]
 
 
+def whole_and_parts(kind: str, workers: int) -> tuple[Any, list[int], list[Any]]:
+    """Read two epochs, and once more from three states of the first: the numbers of their steps, and what is read."""
+    process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+    whole = _part_of_a_run(process, kind, workers, None, None, 2)
+    (last,) = (number for number, state in enumerate(whole[1]) if state["is_complete"] and not state["epoch"])
+    numbers = [0, 3, last - 1]
+    parts = [_part_of_a_run(process, kind, workers, whole[1][number], None, 2) for number in numbers]
+    return whole, [*numbers, last], parts
+
+
 def parts_of_runs(
     kind: str, workers: int, states: list[Any], num_steps: int | None = None, until: int = 2
 ) -> list[tuple[list[list[int]], list[dict[str, Any]], int]]:
@@ -288,13 +298,10 @@ def flat(read: list[list[list[int]]]) -> list[int]:
 @pytest.mark.multirank
 @pytest.mark.parametrize(("kind", "workers"), crossed(["plain", "shuffled"], [0, 2]))
 def test_shards_of_ranks_go_on_on_as_many_exactly_and_on_others_with_each_sample_once(kind: str, workers: int) -> None:
-    (whole, states, _), other = run_ranks(part_of_a_run, 2, kind, workers, None, None)
+    ((whole, states, _), (*numbers, last), mine), (other, _, others_part) = run_ranks(whole_and_parts, 2, kind, workers)
     assert other[1] == states
-    (last,) = (number for number, state in enumerate(states) if state["is_complete"] and not state["epoch"])
     assert sorted(flat(whole[: last + 1])) == sorted(flat(whole[last + 1 :])) == list(range(SAMPLES))
-    numbers = (0, 3, last - 1)
-    stops = [states[number] for number in numbers]
-    same = run_ranks(parts_of_runs, 2, kind, workers, stops)
+    stops, same = [states[number] for number in numbers], (mine, others_part)
     others = [run_ranks(parts_of_runs, ranks, kind, 3 - workers, stops)[0] for ranks in (1, 3)]
     for number, *on_two, rest_of_one, rest_of_three in zip(numbers, *same, *others, strict=True):
         head = flat(whole[: number + 1])
