@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from accel_trainer.registry import strategy_names
 from accel_trainer.techniques.model_flops import ModelFlops
-from tests.cells import beyond, is_beyond, sample
+from tests.cells import beyond, is_beyond, sample, selected
 from tests.conformance.models import (
     CLIP,
     GLOBAL_BATCH,
@@ -106,15 +106,17 @@ def mark(*names: str, kind: str | None = None) -> Any:
 
 
 WAYS: dict[str, Any] = {"clipped": {"clip": True}, "accumulated": {"accumulation": 3}, "frozen": {"frozen": True}}
-PRODUCTS = ("tp_replicas", "sp_shards", "sp_tp", "sp_ep")
+PRODUCTS = ("tp_shards", "tp_replicas", "sp_shards", "sp_tp", "sp_ep")
+MORE = (("fsdp2", "gpt2"), ("tp", "llama"))
 # In the sample: each layout on its first model, but for products of some that are in it; each model on one process;
-# tied weights in shards.
+# tied weights in shards, and a plan of transformers. Layers in parts that are in shards train, save and go on in
+# tests/strategies/parallel/test_tensor_parallel.py.
 NAMES = [
     beyond(mark(name)) if name in PRODUCTS else mark(name) for name, layout in LAYOUTS.items() if "mlp" in layout.kinds
 ]
 CASES = [
     case
-    if name == "single" or (kind == layout.kinds[0] and name not in PRODUCTS) or (name, kind) == ("fsdp2", "gpt2")
+    if name == "single" or (kind == layout.kinds[0] and name not in PRODUCTS) or (name, kind) in MORE
     else beyond(case)
     for name, layout in LAYOUTS.items()
     for kind in layout.kinds
@@ -421,15 +423,42 @@ _EXCHANGES = [(saved, loaded, kind) for loaded, sources in EXCHANGED.items() for
         *(beyond(mark(*each[:2], kind=each[2])) for each in _EXCHANGES if (each[0], each[2]) not in _SAVED),
     ],
 )
-def test_a_state_loads_on_another_strategy_and_world_size(kind: str, saved: str, loaded: str, states: Path):
+def test_a_state_loads_on_another_strategy_and_world_size(
+    kind: str, saved: str, loaded: str, states: Path, continued: Callable[..., dict[str, Any]]
+):
     uninterrupted = results_of(saved, kind, states)[0]["resume"]["uninterrupted"]
-    env, world_size = LAYOUTS[loaded].env, LAYOUTS[loaded].world_size
-    continued = run_ranks(run_continued, world_size, kind, loaded, str(states / f"{saved}-{kind}"), env=env)[0]
-    assert continued["losses"] == pytest.approx(uninterrupted["losses"], abs=2e-6)
+    assert continued(kind, loaded, saved)["losses"] == pytest.approx(uninterrupted["losses"], abs=2e-6)
 
 
-def run_continued(kind: str, layout: str, state: str) -> dict[str, Any]:
-    """Load a state that another strategy saved, and train on."""
-    parts = prepare(kind, layout)
-    parts["accelerator"].load_state(state)
-    return train(parts, skip=3)
+@pytest.fixture(scope="module")
+def continued(request: pytest.FixtureRequest, states: Path) -> Callable[..., dict[str, Any]]:
+    """Return what gives the losses behind a state; those of one number of ranks and engine are loaded in one job."""
+    chosen = selected(request, "test_a_state_loads_on_another_strategy_and_world_size")
+
+    @functools.cache
+    def run_job(*job: Any) -> dict[Any, dict[str, Any]]:
+        cases = [case for case in chosen if _job_of(case[1]) == job]
+        for kind, _, saved in cases:
+            results_of(saved, kind, states)
+        env, world_size = LAYOUTS[cases[0][1]].env, job[0]
+        results = run_ranks(run_continued, world_size, cases, str(states), env=env, timeout=40 + 20 * len(cases))
+        return dict(zip(cases, results[0], strict=True))
+
+    return lambda *case: run_job(*_job_of(case[1]))[case]
+
+
+def _job_of(name: str) -> tuple[int, bool, bool]:
+    """Return what has to be alike of layouts that one job of ranks tries: their number, the engine, the launcher."""
+    layout = LAYOUTS[name]
+    return layout.world_size, layout.strategy == "deepspeed", bool(layout.env)
+
+
+def run_continued(cases: list[tuple[str, str, str]], states: str) -> list[dict[str, Any]]:
+    """Load states that other strategies saved, and train on."""
+    found = []
+    for kind, layout, saved in cases:
+        parts = prepare(kind, layout)
+        parts["accelerator"].load_state(f"{states}/{saved}-{kind}")
+        found.append(train(parts, skip=3))
+        parts["accelerator"].free_memory()
+    return found

@@ -491,6 +491,7 @@ build_qwen3 = functools.partial(tiny_model, "qwen3")
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
     "checkpointed": {"config": {"fsdp": {"activation_checkpointing": True}}},
     "compiled": {"dynamo_backend": "eager"},
     "bf16": {"mixed_precision": "bf16"},
@@ -553,7 +554,8 @@ def test_ranks_that_share_layers_count_as_one_reader(meshed: list[dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("name", "tolerance"), [("bf16", 0.05), beyond(("checkpointed", 1e-5)), beyond(("compiled", 1e-5))]
+    ("name", "tolerance"),
+    [("none", 2e-6), ("bf16", 0.05), beyond(("checkpointed", 1e-5)), beyond(("compiled", 1e-5))],
 )
 def test_options_of_fsdp_hold_for_sharded_layers(name: str, tolerance: float, meshed: list[dict[str, Any]]):
     for found in meshed:
