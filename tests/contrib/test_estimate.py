@@ -183,6 +183,7 @@ def remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         return _plans[key]
 
     monkeypatch.setattr(layouts, "plan_of", plan_once)
+    monkeypatch.setattr(layouts, "_ALONE_SECONDS", float("inf"))  # others import torch for longer than this takes
 
 
 def test_a_rank_of_a_job_is_planned(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +240,6 @@ def test_processes_that_share_out_layouts_find_the_same_plans(
     llama: str, remembered: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["estimate", llama, "--num_processes", "2", "--compare", "--sequence", "32", "--json"]
-    monkeypatch.setattr(layouts, "_ALONE_SECONDS", float("inf"))
     assert main(words) == 0
     expected = capsys.readouterr().out
     monkeypatch.setattr(layouts, "_ALONE_SECONDS", 0.0)
