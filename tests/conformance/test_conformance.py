@@ -423,6 +423,7 @@ _EXCHANGES = [(saved, loaded, kind) for loaded, sources in EXCHANGED.items() for
         *(beyond(mark(*each[:2], kind=each[2])) for each in _EXCHANGES if (each[0], each[2]) not in _SAVED),
     ],
 )
+@pytest.mark.timeout(400)  # the first may have all states saved, and its job loads those of others too
 def test_a_state_loads_on_another_strategy_and_world_size(
     kind: str, saved: str, loaded: str, states: Path, continued: Callable[..., dict[str, Any]]
 ):
