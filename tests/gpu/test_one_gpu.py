@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_trainer import Accelerator, DataLoaderConfiguration, GradScalerKwargs, InitProcessGroupKwargs
 from accel_trainer.checkpoint.safetensors_file import StagingMemory
 from tests import stand_in
+from tests.cells import crossed
 from tests.loops import updates
 from tests.ranks import preload, run_ranks
 from tests.scenarios import Outcome, Scenarios
@@ -417,13 +418,20 @@ GATHERED_RING = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-4), ("bf16", 5e-2)])
+WAYS = [
+    pytest.param("allgather", False, marks=GATHERED_RING),
+    ("allgather", True),
+    pytest.param("alltoall", False, marks=RING),
+]
+PRECISIONS = [("no", 1e-4), ("bf16", 5e-2)]
+
+
+# A card has all of them, whose kernels differ; on a CPU each way and each precision are in the sample.
 @pytest.mark.parametrize(
-    ("strategy", "is_packed"),
+    ("strategy", "is_packed", "precision", "tolerance"),
     [
-        pytest.param("allgather", False, marks=GATHERED_RING),
-        ("allgather", True),
-        pytest.param("alltoall", False, marks=RING),
+        pytest.param(*cell.values, marks=[mark for mark in cell.marks if not (HAS_CUDA and mark.name == "cell")])
+        for cell in crossed(WAYS, PRECISIONS)
     ],
 )
 def test_shared_sequences_on_one_device_have_the_losses_of_one_rank(
