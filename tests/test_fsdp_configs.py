@@ -71,13 +71,6 @@ EXPECTED = {
 }
 
 
-# Beyond the sample: other options of strategies that are in it.
-BEYOND = (
-    "accelerate_fsdp_bert", "fsdp_config_flat", "full_shard_bf16", "hybrid_shard", "preemption", "shard_grad_op",
-    "zero1", "zero2", "zero2_offload_optimizer", "zero3",
-)  # fmt: skip
-
-
 def test_every_packaged_file_is_expected_to_do_something():
     assert tuple(EXPECTED) == packaged_names()
 
@@ -90,8 +83,14 @@ def test_a_file_says_in_three_lines_what_it_is_when_to_take_it_and_what_it_costs
         assert not lines[3].startswith("#")
 
 
-# That of parameters on the host is with NVMe; stages of real ranks are in tests/benchmarks/test_planned_peaks.py.
-@pytest.mark.parametrize("name", [beyond(name) if name in (*BEYOND, "zero3_offload") else name for name in EXPECTED])
+# Beyond the sample: options that others have, too; stages of real ranks are in tests/benchmarks/test_planned_peaks.py.
+ALIKE = (
+    "accelerate_fsdp_bert", "fsdp_config_flat", "full_shard_bf16", "hybrid_shard", "preemption", "shard_grad_op",
+    "zero1", "zero2", "zero2_offload_optimizer", "zero3", "zero3_offload",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [beyond(name) if name in ALIKE else name for name in EXPECTED])
 def test_a_file_is_planned(name: str):
     expected = EXPECTED[name]
     with torch.device("meta"):
@@ -148,7 +147,7 @@ def trained(request: pytest.FixtureRequest) -> Callable[[tuple[bool, bool]], lis
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("name", [beyond(name) if name in BEYOND else name for name in EXPECTED])
+@pytest.mark.parametrize("name", EXPECTED)
 def test_a_file_trains_as_a_plain_loop_or_is_refused_by_name(name: str, trained: Any):
     expected = EXPECTED[name]
     if EXPECTED[name].kind == "mlp":
