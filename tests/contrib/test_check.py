@@ -109,6 +109,28 @@ def test_a_model_that_no_prepare_gets_does_not_accumulate(tmp_path):
     assert not [each for each in verdicts(tmp_path, listed) if each[1] == "replace"]
 
 
+def test_an_accelerator_that_a_condition_chooses_is_one(tmp_path):
+    """As in transformers' run_glue_no_trainer, and run_ner_no_trainer and run_translation_no_trainer."""
+    text = (
+        "from accelerate import Accelerator\n"
+        "accelerator = (Accelerator(log_with=names) if tracks else Accelerator())\n"
+        "other = Accelerator() if first else Accelerator(cpu=True) if second else Accelerator(split_batches=True)\n"
+        "accelerator.backward(loss)\n"
+        "accelerator.save_state('out')\n"
+        "accelerator.no_such_name\n"
+        "other.wait_for_everyone()\n"
+    )
+
+    found = {(line, verdict, words.partition(":")[0]) for line, verdict, words in verdicts(tmp_path, text)}
+
+    assert {each for each in found if each[0] > 3} == {
+        (4, "works", "Accelerator.backward() -> "),
+        (5, "changes", "Accelerator.save_state()"),
+        (6, "replace", "Accelerator.no_such_name is not here"),
+        (7, "works", "Accelerator.wait_for_everyone() -> "),
+    }
+
+
 def test_what_compat_restores_does_not_change(tmp_path):
     text = "from accel_trainer import Accelerator\nAccelerator(gradient_accumulation_steps=2)\n"
 

@@ -95,15 +95,16 @@ class Script:
                 self._prepared |= {"*"} if isinstance(each, ast.Starred) else _variables(each)
 
     def _take_assignment(self, node: ast.Assign) -> None:
-        function = node.value.func if isinstance(node.value, ast.Call) else None
+        functions = [each.func if isinstance(each, ast.Call) else None for each in _alternatives(node.value)]
         for target in node.targets:
             name = ast.unparse(target)
-            self._is_made[name] = self._is_made.get(name, True) and function is not None
-            if not isinstance(target, ast.Tuple):
-                self._note(name, "" if function is None else self._class_named(function))
-            elif isinstance(function, ast.Attribute) and function.attr == "prepare":
-                for each in target.elts:  # a DummyScheduler comes back as another thing
-                    self._note(ast.unparse(each), "")
+            self._is_made[name] = self._is_made.get(name, True) and None not in functions
+            for function in functions:
+                if not isinstance(target, ast.Tuple):
+                    self._note(name, "" if function is None else self._class_named(function))
+                elif isinstance(function, ast.Attribute) and function.attr == "prepare":
+                    for each in target.elts:  # a DummyScheduler comes back as another thing
+                        self._note(ast.unparse(each), "")
 
     def _note(self, expression: str, cls: str) -> None:
         """Note the class of a variable; of one that gets several, schedules and the Accelerator are told apart."""
@@ -339,6 +340,11 @@ class Script:
             else:
                 words = f"{name} takes the place of the Trainer's own, which does more: docs/trainer_overrides.md"
                 self._add(method, Verdict.CHANGES, words, f"what it adds around super().{method.name}()")
+
+
+def _alternatives(node: ast.expr) -> list[ast.expr]:
+    """Return what `a if condition else b` may give; for other expressions themselves."""
+    return [*_alternatives(node.body), *_alternatives(node.orelse)] if isinstance(node, ast.IfExp) else [node]
 
 
 def _refused_keywords(node: ast.Call, key: str, own: Sequence[inspect.Parameter]) -> Iterator[str]:
