@@ -94,7 +94,7 @@ def best(output_dir: str, **options: Any) -> dict[str, Any]:
     """Train worse and worse, saving weights only, and end with the best of them."""
     trainer = build_trainer(
         Path(output_dir, "best"), eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True,
-        num_train_epochs=3, samples=16, learning_rate=0.05, save_only_model=True, save_total_limit=1, **options,
+        num_train_epochs=3, samples=8, learning_rate=0.05, save_only_model=True, save_total_limit=1, **options,
     )  # fmt: skip
     trainer.train()
     files = sorted(os.listdir(trainer.state.best_model_checkpoint))
