@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from accel_trainer.errors import ConfigError
-from tests.cells import crossed, selected
+from tests.cells import beyond, crossed, selected
 from tests.ranks import RankFailure, run_ranks
 from tests.trainer_jobs import build_model, build_trainer, on_ranks, summary
 
@@ -226,7 +226,7 @@ def check_same_run(found: dict[str, Any], reference: dict[str, Any]) -> None:
         np.testing.assert_array_equal(found["weights"][name], value)
 
 
-@pytest.mark.parametrize("options", [{}, {"gives": True}, {"neftune_noise_alpha": 5.0}], ids=str)
+@pytest.mark.parametrize("options", [beyond({}), {"gives": True}, {"neftune_noise_alpha": 5.0}], ids=str)
 def test_an_attempt_begins_where_the_first_one_began(tmp_path, options: dict[str, Any]):
     found = search(str(tmp_path / "found"), "single", "forward", 0, **options)
     check_same_run(found, at_once(str(tmp_path / "reference"), "single", **options))

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from accel_trainer.contrib.run_report.page import run_report
 from accel_trainer.errors import ConfigError, CorruptCheckpointError
 from accel_trainer.trainer.diagnostics import sum_of_bits
+from tests.cells import beyond
 from tests.trainer_jobs import build_trainer, on_ranks
 
 _UPDATE = 3
@@ -81,7 +82,7 @@ def _resume_both(folder: str, *, strategy: str) -> tuple[str, str]:
     return _resume(f"{folder}/alike", strategy=strategy), _resume(f"{folder}/flipped", strategy=strategy, bit=20)
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", beyond("ddp"), "fsdp"])
 def test_updates_that_come_again_behind_a_checkpoint_say_whether_the_machine_repeats_itself(
     tmp_path: Path, strategy: str
 ):

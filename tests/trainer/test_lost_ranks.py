@@ -150,7 +150,7 @@ PLACES = {
 
 
 # Beyond the samples what tests/accelerator loses ranks at, too.
-@pytest.mark.parametrize("place", [name if name in ("data", "evaluation", "save") else beyond(name) for name in PLACES])
+@pytest.mark.parametrize("place", [name if name in ("data", "evaluation") else beyond(name) for name in PLACES])
 def test_updates_and_evaluations_are_those_of_the_run_without_a_loss(place: str, tmp_path: Path) -> None:
     point, step = PLACES[place]
     faults = fault_env(f"kill9@{point}:rank=2" + (f":step={step}" if step is not None else ""))
@@ -199,7 +199,9 @@ def train_behind(folder: Path, failing: int, num_steps: int, logs_at: int) -> An
     return train(folder, 2, num_steps, logs_at=logs_at)
 
 
-@pytest.mark.parametrize(("failing", "num_steps", "logs_at"), [(1, 1, 1), (0, 1, 100), (1, 2, 100)])
+@pytest.mark.parametrize(
+    ("failing", "num_steps", "logs_at"), [(1, 1, 1), (0, 2, 100), beyond((0, 1, 100)), beyond((1, 2, 100))]
+)
 def test_a_rank_behind_the_others_is_given_their_update(
     failing: int, num_steps: int, logs_at: int, tmp_path: Path
 ) -> None:
@@ -208,7 +210,7 @@ def test_a_rank_behind_the_others_is_given_their_update(
     check(tmp_path, 2, results, num_steps)
 
 
-@pytest.mark.parametrize(("rank", "num_steps", "waits_at"), [(2, 1, 4), (0, 1, 6), (1, 2, 4)])
+@pytest.mark.parametrize(("rank", "num_steps", "waits_at"), [beyond((2, 1, 4)), (0, 1, 6), (1, 2, 4)])
 def test_a_rank_returns_between_two_updates(rank: int, num_steps: int, waits_at: int, tmp_path: Path) -> None:
     """In the middle of an epoch, and between two: one has 7 updates, or 4."""
     results = run_ranks(train, 4, tmp_path, rank, num_steps, env=REPLACE, replaces=1, timeout=90, waits_at=waits_at)

@@ -226,7 +226,7 @@ def train_by_metrics(folder: str, values: list[list[float]], strategy: str) -> d
     }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [beyond("ddp"), "fsdp"])
 def test_metrics_that_differ_by_rank_are_those_of_rank_0_and_named_once(tmp_path, strategy: str):
     values = [[1.0, 3.0, 2.0, 2.5, 9.0, 9.0], [1.0, 1.0, 4.0, 5.0, 6.0, 7.0]]
     main, other = run_ranks(train_by_metrics, 2, str(tmp_path), values, strategy, timeout=60)

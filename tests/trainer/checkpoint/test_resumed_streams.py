@@ -253,7 +253,8 @@ def _disturb(row: dict[str, list[int]]) -> dict[str, list[int]]:
 @pytest.mark.multirank
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("workers", "accumulation", "strategy"), crossed([(0, 1), (0, 2), (2, 1), (2, 2)], ["ddp", "fsdp", "single"])
+    ("workers", "accumulation", "strategy"),
+    crossed([beyond((0, 1)), (0, 2), (2, 1), (2, 2)], ["ddp", "fsdp", "single"]),
 )
 def test_losses_and_weights_of_a_resumed_run_are_those_of_the_run_that_never_stopped(
     tmp_path: Path, workers: int, accumulation: int, strategy: str
