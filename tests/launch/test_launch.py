@@ -577,8 +577,8 @@ TELL_PID = "(folder / ('pid' + os.environ['RANK'])).write_text(str(os.getpid()))
 
 
 def test_workers_of_a_killed_launcher_save_and_end(tmp_path: Path, background: Background) -> None:
-    script = f"import os, pathlib\nfolder = pathlib.Path(__file__).parent\n{TELL_PID}{SIGNALS}"
-    # Warm workers are ready before their pids have come to who ends them in the place of the launcher.
+    # Workers can be ready before their pids have come to who ends them in the place of the launcher, and warm ones are.
+    script = f"import os, pathlib, time\ntime.sleep(1)\nfolder = pathlib.Path(__file__).parent\n{TELL_PID}{SIGNALS}"
     background.start(*TWO, write(tmp_path, script), "save", **{COLD: "1"})
     wait_for(*ready(tmp_path))
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
