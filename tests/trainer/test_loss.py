@@ -14,7 +14,7 @@ from torch.nn import functional
 from accel_trainer.data.plan import permutation
 from accel_trainer.trainer import Trainer
 from accel_trainer.trainer.loss import LossKind
-from tests.cells import beyond, crossed, selected
+from tests.cells import crossed, selected
 from tests.ranks import run_ranks
 from tests.strategy_configs import needs_deepspeed
 from tests.trainer.test_training import GLOBAL_BATCH, assert_same_run, plain_loop
@@ -228,17 +228,8 @@ def on_two_ranks(request, tmp_path_factory) -> dict[str, dict[str, Any]]:
     return found
 
 
-# Their kind is found on one process above, and ranks have another loss of that kind.
-FOUND_ALONE = {
-    "t5", "t5, called by an override", "t5, penalized", "llama, penalized", "rows, stated",
-    "rows, beside the model's loss",
-}  # fmt: skip
-
-
 @pytest.mark.multirank
-@pytest.mark.parametrize(
-    ("strategy", "name"), crossed(["ddp", "fsdp"], [beyond(name) if name in FOUND_ALONE else name for name in LOSSES])
-)
+@pytest.mark.parametrize(("strategy", "name"), crossed(["ddp", "fsdp"], LOSSES))
 def test_an_update_on_two_ranks_has_the_mean_of_one_batch(references, on_two_ranks, strategy, name):
     assert_same_means(on_two_ranks[strategy][name], references[name], name)
 
@@ -292,7 +283,7 @@ def train_mixture(output_dir: str, strategy: str, accumulation: int) -> list[lis
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["single", beyond("ddp"), "fsdp", pytest.param("zero3", marks=needs_deepspeed)])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", pytest.param("zero3", marks=needs_deepspeed)])
 def test_a_term_that_balances_experts_counts_once_in_an_update(tmp_path, strategy):
     accumulation = 6 if strategy == "single" else 3
     for found in on_ranks(strategy, train_mixture, str(tmp_path), accumulation=accumulation):
@@ -328,7 +319,7 @@ def count_calls(output_dir: str, strategy: str) -> list[int]:
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["single", beyond("ddp"), "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_an_override_is_called_once_for_each_micro_batch(tmp_path, strategy):
     for found in on_ranks(strategy, count_calls, str(tmp_path)):
         # The model is asked twice, for n and 2n items.
