@@ -154,10 +154,17 @@ def run_ranks(
             if outlives or replaces:
                 start = functools.partial(_start_anew, context, [rank.call for rank in ranks])
                 outlived = _Outlived(_build_notice(agent_store, world_size), replaces, start)
-            return _collect(ranks, time.monotonic() + timeout, timeout, grace_seconds, outlived)
+            _collect(ranks, time.monotonic() + timeout, timeout, grace_seconds, outlived)
         finally:
             for rank in ranks:
                 rank.kill()
+    # An error keeps the frames it was raised in. With them it would keep the store, and whoever frees that in a process
+    # forked meanwhile (the collector of a DataLoader's worker) waits for a thread that is not there: SIGSEGV.
+    del agent_store, outlived
+    failures = {rank.index: rank.failure for rank in ranks if rank.failure}
+    if failures:
+        raise RankFailure(failures, len(ranks))
+    return list({rank.index: rank.result for rank in ranks}.values())  # of those started anew, the last
 
 
 def ask_jobs(run: Callable[[Any], Any], cases: Iterable[Any], at_once: int = 3) -> Callable[[Any], Any]:
@@ -356,7 +363,7 @@ def _start(context: Any, index: int, call: _Call) -> _Rank:
 
 def _collect(
     ranks: list[_Rank], deadline: float, timeout: float, grace_seconds: float, outlived: _Outlived | None
-) -> list[Any]:
+) -> None:
     """Wait for every answer; after the first failure or at the deadline, end what still runs."""
     reason = f"had not finished after {timeout:g} s and was killed; it was here:"
     while running := [rank for rank in ranks if not rank.is_done]:
@@ -373,10 +380,6 @@ def _collect(
         if any(rank.failure for rank in ranks) and time.monotonic() + grace_seconds < deadline:
             deadline = time.monotonic() + grace_seconds
             reason = f"was still running {grace_seconds:g} s after another rank had failed; it was here:"
-    failures = {rank.index: rank.failure for rank in ranks if rank.failure}
-    if failures:
-        raise RankFailure(failures, len(ranks))
-    return list({rank.index: rank.result for rank in ranks}.values())  # of those started anew, the last
 
 
 def _rank_main(pipe: connection.Connection, call: _Call) -> None:

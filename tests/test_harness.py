@@ -166,6 +166,14 @@ def test_a_job_that_fails_says_which_ranks_and_why(
     assert all(re.search(words, caught.value.failures[rank]) for rank, words in said.items())
 
 
+def test_an_error_of_ranks_keeps_no_thread_of_their_store() -> None:
+    run_ranks(nothing, 1)  # with which torch starts some
+    before = os.listdir("/proc/self/task")
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(kill_self, 2, 1, outlives=True)
+    assert os.listdir("/proc/self/task") == before, caught
+
+
 def test_a_local_function_is_refused() -> None:
     with pytest.raises(TypeError, match="module-level function"):
         run_ranks(lambda: None, 1)
