@@ -85,7 +85,7 @@ def test_files_of_a_kind_go_on_at_their_shard_and_row(
         states.num_read.zero_()
 
         assert [*head, *states.go_on(loaders, state, 1)] == whole
-        assert int(states.num_read) == sum(SIZES) - sum(map(len, head))
+        assert int(states.num_read.sum()) == sum(SIZES) - sum(map(len, head))
         if "HTTP" in kind and not workers:
             read = {int(Path(path).stem) for method, path in requested if method == "GET"}
             over = sum(sum(map(len, head)) >= sum(SIZES[: number + 1]) for number in range(len(SIZES)))
