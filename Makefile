@@ -13,7 +13,7 @@ PYTHON ?= $(firstword $(foreach python,$(CANDIDATES),$(shell \
 VENV ?= .venv
 BIN := $(VENV)/bin
 # DeepSpeed's op is compiled for each environment, and waits for no lock that a killed compiler of another has left.
-export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
+export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CONSTRAINTS := constraints.txt
 INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS)
