@@ -168,10 +168,10 @@ def test_a_job_that_fails_says_which_ranks_and_why(
 
 def test_an_error_of_ranks_keeps_no_thread_of_their_store() -> None:
     run_ranks(nothing, 1)  # with which torch starts some
-    before = os.listdir("/proc/self/task")
+    before = {*os.listdir("/proc/self/task")}
     with pytest.raises(RankFailure) as caught:
         run_ranks(kill_self, 2, 1, outlives=True)
-    assert os.listdir("/proc/self/task") == before, caught
+    assert {*os.listdir("/proc/self/task")} <= before, caught
 
 
 def test_a_local_function_is_refused() -> None:
