@@ -20,9 +20,6 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from accel_trainer import logging
 from accel_trainer.accelerator.accumulation import PreparedUnit
 from accel_trainer.accelerator.handover import (
@@ -51,8 +48,6 @@ if TYPE_CHECKING:
     from accel_trainer import Accelerator
 
 logger = logging.get_logger(__name__)
-
-vote_over_ranks = dist.all_reduce
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -134,7 +129,9 @@ class LostRanks:
             prepared.unit.guard_forward(self._go_on_in_forward)
             if not prepared.evaluation_only:
                 self._survivors.take_replicas(prepared.unit.replica_size)
-                self._votes = prepared.unit.needs_vote
+                self._votes = prepared.unit.needs_vote and has_connections()
+                if self._votes:
+                    self._survivors.prepare_to_wait()
         self.announce()
 
     @contextmanager
@@ -230,7 +227,7 @@ class LostRanks:
             return True
         self._has_voted = True
         try:
-            vote_over_ranks(torch.zeros(1))
+            self._survivors.wait_for_all()
         except RuntimeError as error:
             failure = error
         else:

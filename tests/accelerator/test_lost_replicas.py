@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from accel_trainer.accelerator import lost_ranks
 from accel_trainer.runtime.process import find_rank
+from accel_trainer.runtime.rank_loss import Survivors
 from accel_trainer.strategies.fsdp2.unit import FSDP2Unit
 from tests.accelerator.test_lost_ranks import CONTINUE, REPLACE, Killed, Setup, build, check, train
 from tests.cells import beyond, crossed, is_beyond
@@ -71,14 +71,14 @@ def test_loses_replica_after_replica_until_one_is_left(tmp_path: Path) -> None:
 
 def train_voting(killed: tuple[Killed, ...], setup: Setup, folder: Path) -> Any:
     """Train; on rank 1 the vote of its third update fails when the others have passed it."""
-    vote, calls = dist.all_reduce, itertools.count(1)
+    wait, calls = Survivors.wait_for_all, itertools.count(1)
 
-    def fail_once(*args: Any, **kwargs: Any) -> None:
-        vote(*args, **kwargs)
+    def fail_once(self: Survivors) -> None:
+        wait(self)
         if next(calls) == 3 and find_rank() == 1:
-            raise RuntimeError("gloo: Connection closed by peer")
+            raise dist.DistNetworkError("Connection closed by peer")
 
-    lost_ranks.vote_over_ranks = fail_once  # type: ignore[assignment]
+    Survivors.wait_for_all = fail_once  # type: ignore[method-assign]
     return train(killed, setup, folder)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_trainer.errors import RankLostError
 from accel_trainer.runtime import rank_loss
-from accel_trainer.runtime.rank_loss import LossNotice, Survivors, join_alike_group, noting_connections
+from accel_trainer.runtime.process import init_process, read_environment
+from accel_trainer.runtime.rank_loss import (
+    LossNotice,
+    Survivors,
+    close_connections,
+    join_alike_group,
+    noting_connections,
+)
 from tests.ranks import run_ranks
 
 
@@ -27,6 +37,40 @@ def test_a_look_at_the_connections_leaves_no_descriptor_open() -> None:
             with noting_connections():
                 pass
         assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def send_and_close(folder: Path) -> None:
+    """Rank 0 sends; both close their connections when rank 1 is ready to receive, which rank 0 has not read yet."""
+    process = init_process(read_environment(), use_cpu=True, timeout_seconds=60)
+    if process.rank == 1:
+        wait_for(folder / "stopped")
+        works = [dist.irecv(torch.zeros(4), 0) for _ in range(2)]
+        close_connections()
+        time.sleep(0.5)  # until gloo has seen it
+        (folder / "ready").touch()
+    else:
+        works, stopped = [dist.isend(torch.ones(4), 1) for _ in range(2)], os.getpid()
+        if (pid := os.fork()) == 0:
+            os.kill(stopped, signal.SIGSTOP)
+            (folder / "stopped").touch()
+            wait_for(folder / "ready")
+            close_connections()  # the same as the other process's
+            os.kill(stopped, signal.SIGCONT)
+            os._exit(0)
+        os.waitpid(pid, 0)
+    for work in works:
+        with suppress(RuntimeError):  # closed before, or behind it
+            work.wait()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not list descriptors")
+def test_none_waits_whose_partner_was_ready_as_both_closed_their_connections(tmp_path: Path) -> None:
+    run_ranks(send_and_close, 2, tmp_path, timeout=20)
 
 
 def lose_and_close() -> tuple[list[bool], bool, int]:
