@@ -102,6 +102,14 @@ def free_port() -> int:
     raise RuntimeError("no free port between 20000 and 30000 on 127.0.0.1")
 
 
+def wait_until(happens: Callable[[], object], seconds: float = 40) -> None:
+    """Wait for what another rank, thread or process does; for its file, with `path.exists`."""
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, f"it has not happened within {seconds} s"
+        time.sleep(0.01)
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,

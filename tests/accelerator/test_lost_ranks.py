@@ -30,7 +30,7 @@ from accel_trainer.runtime.rank_loss import Survivors
 from accel_trainer.strategies.ddp import DDPUnit
 from tests.cells import beyond, crossed
 from tests.fault_injection import fault_env
-from tests.ranks import RankFailure, map_jobs, preload, run_ranks
+from tests.ranks import RankFailure, map_jobs, preload, run_ranks, wait_until
 
 preload("accel_trainer.accelerator")
 
@@ -215,13 +215,6 @@ def wait_for_others(folder: Path | None, num_at_once: int = 1) -> None:
     number, _, num_first = os.environ.get(RETURNS_VARIABLE, "0/1").partition("/")
     if folder is not None:
         wait_until(lambda: len([*folder.glob("waits*")]) > (int(number) - int(num_first)) // num_at_once)
-
-
-def wait_until(happens: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 40
-    while not happens():
-        assert time.monotonic() < deadline, "the others have not come"
-        time.sleep(0.01)
 
 
 def note_samples(path: Path, accelerator: Accelerator, counts: Counts, samples: list[int]) -> None:

@@ -26,7 +26,7 @@ from accel_trainer.runtime.rank_loss import (
     join_alike_group,
     noting_connections,
 )
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, wait_until
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not list descriptors")
@@ -39,16 +39,11 @@ def test_a_look_at_the_connections_leaves_no_descriptor_open() -> None:
         assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def wait_for(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.01)
-
-
 def send_and_close(folder: Path) -> None:
     """Rank 0 sends; both close their connections when rank 1 is ready to receive, which rank 0 has not read yet."""
     process = init_process(read_environment(), use_cpu=True, timeout_seconds=60)
     if process.rank == 1:
-        wait_for(folder / "stopped")
+        wait_until((folder / "stopped").exists)
         works = [dist.irecv(torch.zeros(4), 0) for _ in range(2)]
         close_connections()
         time.sleep(0.5)  # until gloo has seen it
@@ -58,7 +53,7 @@ def send_and_close(folder: Path) -> None:
         if (pid := os.fork()) == 0:
             os.kill(stopped, signal.SIGSTOP)
             (folder / "stopped").touch()
-            wait_for(folder / "ready")
+            wait_until((folder / "ready").exists)
             close_connections()  # the same as the other process's
             os.kill(stopped, signal.SIGCONT)
             os._exit(0)

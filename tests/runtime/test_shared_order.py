@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accel_trainer.accelerator.handover import receive, send
 from accel_trainer.errors import DesyncError
 from accel_trainer.runtime.shared_order import SharedOrder
-from tests.ranks import RankFailure, preload, run_ranks
+from tests.ranks import RankFailure, preload, run_ranks, wait_until
 
 preload("accel_trainer.accelerator")
 
@@ -80,21 +80,16 @@ def past_while_it_is_asked(folder: Path) -> None:
 
         def call_late() -> Any:
             looked.touch()
-            wait_for(passed)
+            wait_until(passed.exists)
             return call_roll()
 
         watch._call_roll = call_late
     else:
-        wait_for(looked)
+        wait_until(looked.exists)
     walk(SharedOrder("Net"), "a")
     work = dist.all_reduce(torch.ones(1), async_op=True)
     passed.touch()
     work.wait()
-
-
-def wait_for(path: Path) -> None:
-    while not path.exists():
-        time.sleep(0.01)
 
 
 def test_a_rank_that_comes_and_goes_on_while_it_is_asked_is_in_no_other_collective(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 import accel_trainer.trainer.trainer as trainer_module
 from accel_trainer.runtime.fault_point import set_fault_hook
 from tests.hub_server import Hub, serve_hub
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, wait_until
 from tests.trainer_jobs import TokenDataset, arguments, build_trainer
 from tests.waits import stand_in_device
 
@@ -103,9 +103,11 @@ def test_a_push_that_failed_is_a_warning(tmp_path, hub, caplog):
     hub.refuses = True
     build_pushing(tmp_path).train()
 
-    failures = [record.getMessage() for record in caplog.records if "a push to the hub failed" in record.getMessage()]
-    assert len(failures) == 2
-    assert all(re.search(r"403.*on this disk only", text, re.DOTALL) for text in failures)
+    def failures() -> list[str]:
+        return [text for record in caplog.records if "a push to the hub failed" in (text := record.getMessage())]
+
+    wait_until(lambda: len(failures()) == 2)  # the thread that pushes says it, and train() has waited for the push
+    assert all(re.search(r"403.*on this disk only", text, re.DOTALL) for text in failures())
 
 
 @pytest.mark.parametrize("strategy", ["end", "checkpoint", "all_checkpoints"])
