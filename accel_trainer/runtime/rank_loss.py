@@ -105,11 +105,17 @@ def close_connections() -> None:
     # message, and closes. But it forgets (torch 2.13) those that wait for one which it cannot write any more: another
     # rank that had closed before let this one wait to its timeout, so none is closed before all have met.
     present, before = _sockets(), _before
-    for number, ends in (_connections | ({} if before is None else _opened_since(before))).items():
+    connecting = {} if before is None else _opened_since(before)  # in no collective yet, and others wait for it
+    for number, ends in (_connections | connecting).items():
         if present.get(number) == ends:
             with suppress(OSError):
-                _kept_open.append(_open_socket(number))
-                _kept_open[-1].shutdown(socket.SHUT_RD)
+                copy = _open_socket(number)
+                if number in connecting:
+                    copy.shutdown(socket.SHUT_RDWR)
+                    copy.close()
+                else:
+                    copy.shutdown(socket.SHUT_RD)
+                    _kept_open.append(copy)
 
 
 class _RollCall:
