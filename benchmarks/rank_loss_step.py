@@ -5,8 +5,7 @@ python benchmarks/rank_loss_step.py --rank SIZE     # one process: trains for ev
 
 In the same processes: two jobs of one program differ by 4 % of processor time, whatever they are asked for. The thread
 that waits for word of a loss is in both; it takes 5 us a second. Ranks of HSDP wait for each other before each step,
-which processor time would hide: there the time has a bound, too. HSDP needs four ranks, of which the last to come has
-the others wait on two cores: its row informs, and the bound is that of the wait on two ranks with a core each.
+which processor time would hide: there the time has a bound, too.
 """
 
 from __future__ import annotations
@@ -36,17 +35,14 @@ class Size(NamedTuple):
     num_samples: int
     num_ranks: int = 2
     num_replicas: int = 1
-    votes: bool = False
     repeats: int = WAITING
-    bound: float | None = 1.01
     time_bound: float | None = None
 
 
 SIZES = {
     "2.5 ms": Size(256, 16),
     "30 ms": Size(1024, 160),
-    "vote in 30 ms": Size(1024, 160, votes=True, repeats=SHORT, time_bound=1.01),
-    "HSDP of 30 ms": Size(1024, 160, num_ranks=4, num_replicas=2, repeats=SHORT, bound=None),
+    "HSDP of 30 ms": Size(1024, 160, num_ranks=4, num_replicas=2, repeats=SHORT, time_bound=1.01),
 }
 SHARDS = {"strategy": "fsdp2", "fsdp": {"wrap_classes": ["Linear"]}}
 
@@ -72,9 +68,6 @@ def serve(size: Size) -> None:
     lost, admit, guarded = accelerator.lost_ranks, loader.admit, vars(model).get("_pre_forward")
     assert lost is not None
     assert lost._votes == (size.num_replicas > 1)
-    if size.votes:
-        lost._votes = True
-        lost._survivors.prepare_to_wait()
     for line in sys.stdin:
         is_on = line.strip() == "on"
         accelerator.lost_ranks = optimizer.lost_ranks = lost if is_on else None
@@ -121,7 +114,7 @@ def measure_size(name: str, rounds: int) -> list[Row]:
             f"on_rank_loss, {name}, {clock}", f"the same without it, {size.num_ranks} processes",
             *([each[kind] for each in found[which]] for which in ("on", "off")), bound,
         )
-        for kind, (clock, bound) in enumerate((("processor", size.bound), ("time", size.time_bound)))
+        for kind, (clock, bound) in enumerate((("processor", 1.01), ("time", size.time_bound)))
     ]  # fmt: skip
 
 
