@@ -21,7 +21,8 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.launch.entry_points import _words
 from accel_trainer.launch.flags import launch_flags, parse_options
 
-SCRIPT = "import os, sys; print(os.environ.get('WORLD_SIZE', '1'), *sys.argv[1:])"
+# One write a process: print() makes one of each word, and two processes' words may come in any order.
+SCRIPT = "import os, sys; sys.stdout.write(' '.join([os.environ.get('WORLD_SIZE', '1'), *sys.argv[1:]]) + '\\n')"
 
 
 @pytest.fixture(autouse=True)
