@@ -133,7 +133,8 @@ class StopSignals:
             self._is_over, self._over_seconds = True, time.monotonic()
             return
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._note:  # else the script has set one meanwhile, or ignores it
+                signal.signal(number, handler)
         self._before.clear()
         if self._came is not None and error is None and not self.is_answered:
             os.kill(os.getpid(), self._came)  # after the last place to stop: it acts as ever

@@ -209,6 +209,19 @@ def test_a_signal_after_the_last_look_is_not_lost() -> None:
         loop()
 
 
+def test_a_handler_that_a_script_sets_within_the_loop_stays_and_gets_a_signal_after_the_last_look() -> None:
+    accelerator, heard, before = Accelerator(cpu=True), [], signal.getsignal(signal.SIGINT)
+    try:
+        with accelerator.preemptible():
+            assert not accelerator.should_stop
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT] * 2
+
+
 def stop_without_readers() -> Any:
     """Get SIGINT, as the reader of the output does, which ends 50 ms later; then write to it."""
     accelerator = Accelerator(cpu=True)
