@@ -7,9 +7,6 @@ import sys
 
 from tests.ranks import COLLECTED
 
-# `torch.cuda.is_available()` then starts nothing: where CUDA has been started, no rank that is forked can use it.
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-
 for name in os.environ.pop(COLLECTED, "").split():
     with contextlib.suppress(BaseException):  # one that is skipped as a whole; a rank that needs it says what is wrong
         importlib.import_module(name)

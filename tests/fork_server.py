@@ -17,8 +17,10 @@ from typing import Any
 gc.disable()
 
 _SERVER = os.getpid()
-_STARTS_CUDA = ("bitsandbytes",)
-"""PEFT imports it wherever it is installed, and transformers' Trainer PEFT."""
+# `torch.cuda.is_available()` starts CUDA's driver unless it asks NVML.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+_STARTS_CUDA = ("bitsandbytes", "torchao")
+"""Where they are installed, transformers imports them: its Trainer PEFT, PEFT the first; its models the second."""
 
 
 class Refusal(MetaPathFinder, Loader):

@@ -188,14 +188,17 @@ def test_processes_of_a_rank_begin_as_those_of_a_script() -> None:
     assert method == multiprocessing.get_all_start_methods()[0]  # the platform's own
 
 
-# Stand-ins of a card, of a package that starts CUDA when it is imported, and of one that imports it where it is there.
+# Stand-ins of a card, of packages that start CUDA when they are imported, and of others that import them.
 FORKED_BESIDE_A_CARD = {
     "card.py": "import torch\ntorch.cuda.device_count = lambda: 1\n",
     "bitsandbytes.py": "import os\nSTARTED_IN = os.getpid()\n",
+    "torchao.py": "import os\nSTARTED_IN = os.getpid()\n",
     "peft.py": "from importlib.util import find_spec\nif find_spec('bitsandbytes'):\n    import bitsandbytes\n",
+    "model.py": "from importlib.util import find_spec\nif find_spec('torchao'):\n    import torchao\n",
     "ranks_of.py": (
-        "import os\nfrom tests.ranks import preload, run_ranks\npreload('card', 'peft')\n"
-        "def began() -> tuple:\n    import peft\n    return peft.bitsandbytes.STARTED_IN, os.getpid()\n"
+        "import os\nfrom tests.ranks import preload, run_ranks\npreload('card', 'peft', 'model')\n"
+        "def began() -> tuple:\n    import model, peft\n"
+        "    return peft.bitsandbytes.STARTED_IN, model.torchao.STARTED_IN, os.getpid()\n"
         "if __name__ == '__main__':\n    import ranks_of\n    print(run_ranks(ranks_of.began, 2))\n"
     ),
 }
@@ -212,8 +215,8 @@ def test_what_starts_cuda_is_imported_by_each_rank_and_not_before_it_is_forked(t
     assert not ran.returncode, ran.stderr
     found = ast.literal_eval(ran.stdout)
     assert len(found) == 2
-    for started_in, rank in found:
-        assert started_in == rank
+    for *started_in, rank in found:
+        assert started_in == [rank, rank]
 
 
 LEAKS = {

@@ -131,6 +131,7 @@ class DDPUnit(NativeUnit):
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Exchange gradients in the next backward, or keep them local. The setter that DDP.no_sync() itself uses."""
+        super().set_gradient_sync(enabled)
         if self._replicas is not None and self.local_replicas is not None:
             exchanges = enabled and not self.local_replicas.is_apart
             self._replicas.require_backward_grad_sync = exchanges or self._must_sync

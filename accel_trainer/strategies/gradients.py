@@ -44,6 +44,14 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in distinct.values() if parameter.grad is not None]
 
 
+def keep_gradients(parameters: Iterable[Tensor]) -> None:
+    """Give gradients memory of their own where a backward, a CUDA graph's, is to write the next ones where they lie."""
+    for parameter in parameters:
+        if parameter.grad is not None and not hasattr(parameter.grad, "is_kept"):
+            parameter.grad = parameter.grad.clone()
+            parameter.grad.is_kept = True  # type: ignore[attr-defined]  # others are added to it in place
+
+
 @torch.no_grad()  # to_local() records nothing then, which takes most of its time
 def _shards(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return this rank's shards; a plain tensor is its own."""

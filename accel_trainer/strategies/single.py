@@ -30,7 +30,7 @@ from accel_trainer.strategies.api import (
     TrainJob,
     TrainUnit,
 )
-from accel_trainer.strategies.compile import apply_compile
+from accel_trainer.strategies.compile import apply_compile, reuses_outputs
 from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.strategies.layers import select_layers
 from accel_trainer.strategies.optimizers import check_disjoint, check_optimizer_belongs
@@ -200,14 +200,22 @@ class NativeUnit(TrainUnit):
         self.model = model
         self.module = module
         self.optimizers: list[Optimizer] = []
+        self._goes_on = False
+        """Whether gradients stay with their parameters behind the next backward, until another one."""
         self._scale = loss_scale
         if loss_scale is not None:
             loss_scale.serve(self)
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Note whether the window ends with the next backward."""
+        self._goes_on = not enabled
 
     @section("backward")
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Accumulate gradients of `loss`, scaled where fp16 asks for it."""
         (loss if self._scale is None else self._scale.scale(loss)).backward(**kwargs)
+        if self._goes_on and reuses_outputs(self._resolved.config.compile):
+            gradients.keep_gradients(self.module.parameters())
 
     def unscale_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Take the fp16 loss scale out of the gradients, once per step."""

@@ -1,4 +1,4 @@
-"""`make gpu`: all that one card can show, in parts of less than ten minutes; about 30 minutes together.
+"""`make gpu`: all that one card can show, in parts of less than ten minutes; about 35 minutes together.
 
     python benchmarks/gpu/kit.py [PART ...] [--device cpu --tiny] [--rounds N] [--out FOLDER] [--again] [--write-docs]
 
@@ -40,11 +40,12 @@ class Part:
 
 
 PARTS = {
-    "tests": Part("tests/gpu/test_one_gpu.py", 540),
+    "tests": Part("tests/gpu/test_one_gpu.py", 540, ("tests/gpu/test_card.py",)),
     "waits": Part("host_waits.py", 300),
     "speed": Part("training_speed.py", 540),
     "recompute": Part("training_speed.py", 540, ("--recompute",)),
     "techniques": Part("techniques.py", 540),
+    "compiled": Part("techniques.py", 540, ("--compiled",)),
     "packing": Part("packing.py", 300),
     "peaks": Part("peaks.py", 300),
     "saving": Part("saving.py", 540),
@@ -61,7 +62,7 @@ def run(name: str, options: argparse.Namespace) -> bool:
         return True
     command = [sys.executable, str(Path(__file__).parent / part.script), "--device", options.device, *part.arguments]
     if name == "tests":
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / part.script)]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", part.script, *part.arguments]
     else:
         command += ["--tiny"] * options.tiny + ["--rounds", str(options.rounds)]
     environ = {

@@ -62,7 +62,7 @@ def plain(options: Namespace, model: Any) -> float:
 def native(options: Namespace, model: Any, config: Mapping[str, Any] | None = None) -> float:
     from accel_trainer import Accelerator
 
-    accelerator = Accelerator(cpu=options.device == "cpu", mixed_precision="bf16", config=config)
+    accelerator = Accelerator(cpu=options.device == "cpu", config={"mixed_precision": "bf16", **(config or {})})
     loader = build_loader(options, options.warm + options.steps)
     model, optimizer, schedule, loader = accelerator.prepare(model, *_optimizer(model), loader)
     begin = 0.0

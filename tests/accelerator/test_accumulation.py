@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -435,3 +436,59 @@ def test_a_loader_that_was_left_is_active_again_with_its_next_batch():
             active.append(accelerator.gradient_state.active_dataloader)
     assert active == [inner, outer, inner, inner]
     assert accelerator.gradient_state.dataloader_references == [None, inner]
+
+
+class Graphed(torch.autograd.Function):
+    """A product whose gradient of its weight lies in the same memory each time, as a replayed CUDA graph writes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.memory = memory
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        ctx.memory.copy_(gradient.T @ ctx.saved_tensors[0])
+        return None, ctx.memory.detach(), None
+
+
+class Replayed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.memory = nn.Parameter(torch.ones(1, 4)), torch.empty(1, 4)
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return Graphed.apply(x, self.weight, self.memory).square().mean()
+
+
+def accumulate_three(accelerator: Accelerator, model: nn.Module, optimizer: Any, batches: Tensor, way: str) -> Tensor:
+    """Accumulate gradients of three batches in one way of opening windows, step, and return the weight."""
+    for index, batch in enumerate(batches):
+        if way == "no_sync":
+            with accelerator.no_sync(model) if index < 2 else nullcontext():
+                accelerator.backward(model(batch) / 3)
+        elif way == "accumulate":
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch))
+        else:
+            accelerator.set_gradient_sync(model, index == 2)
+            accelerator.backward(model(batch) / 3)
+    optimizer.step()
+    return model.get_parameter("weight").detach()
+
+
+@pytest.mark.parametrize("way", ["accumulate", "no_sync", "set_gradient_sync"])
+def test_gradients_that_cuda_graphs_write_to_are_kept_until_the_window_ends(way: str):
+    graphs = {"backend": "eager", "mode": "reduce-overhead"}
+    accelerator = Accelerator(
+        cpu=True, config={"compile": graphs}, gradient_accumulation_steps=3 if way == "accumulate" else 1
+    )
+    model = Replayed()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    batches = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1))
+    weight = torch.ones(1, 4, requires_grad=True)
+    sum((batch @ weight.T).square().mean() for batch in batches).div(3).backward()
+    expected = weight.detach() - weight.grad
+    torch.testing.assert_close(accumulate_three(accelerator, model, optimizer, batches, way), expected)

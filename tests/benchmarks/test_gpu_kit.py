@@ -61,6 +61,14 @@ def test_techniques_are_timed_beside_the_loop_without_any_or_left_out_by_name():
     assert all(why.startswith("no option ") for why in left_out.values())
 
 
+def test_what_compiling_is_worth_is_timed_beside_the_loop_without():
+    lines = lines_of("compiled")
+    timed = [line["technique"] for line in lines if line["what"] == "technique"]
+    assert timed == ["none", "compiled blocks", "CUDA graphs"]
+    left_out = {line["technique"]: line["why"] for line in lines if line["what"] == "left out"}
+    assert left_out == dict.fromkeys(("fp8", "fp8, compiled blocks"), "fp8 needs torchao and a card")
+
+
 def test_waits_are_counted_per_precision():
     assert [line["precision"] for line in lines_of("waits")] == ["no", "bf16"]  # fp16 needs a card
 
