@@ -512,7 +512,8 @@ class GradientState:
     @property
     def active_dataloader(self) -> PreparedDataLoader | None:
         """The last of `loaders`; None outside of loops."""
-        return next(reversed(self.loaders), None)
+        # Each update asks. Of several, some may have been left.
+        return self._passes[0].loader if len(self._passes) == 1 else next(reversed(self.loaders), None)
 
     @property
     def in_dataloader(self) -> bool:

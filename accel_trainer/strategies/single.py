@@ -163,8 +163,11 @@ class KeptBuffers:
         self._module = module
         self._places: list[tuple[dict[str, Tensor | None], str]] | None = None
         """Of the buffers, where a forward may put other tensors."""
-        self._kept: tuple[list[Tensor | None], list[Tensor]] = [], []
-        """The tensors in those places at the beginning of the update, and copies of them."""
+        self._before: list[Tensor | None] = []
+        """The tensors in those places at the beginning of the update."""
+        self._sources: list[Tensor] = []
+        self._values: list[Tensor] = []
+        """Their copies. What is copied needs no gradient: `torch.no_grad()` was half of the time of copying it."""
 
     def keep(self) -> None:
         """Keep the present ones."""
@@ -172,25 +175,20 @@ class KeptBuffers:
         if self._places is None:
             registries = map(own_buffers, self._module.modules())
             self._places = [(registry, name) for registry in registries for name in registry]
-        present, (before, values) = [buffers.get(name) for buffers, name in self._places], self._kept
-        with torch.no_grad():
-            if values and all(map(operator.is_, before, present)):
-                foreach_copy_(values, _tensors(before))
-            else:
-                self._kept = present, [buffer.clone() for buffer in _tensors(present)]
+        present = [buffers.get(name) for buffers, name in self._places]
+        if self._values and all(map(operator.is_, self._before, present)):
+            foreach_copy_(self._values, self._sources)
+        else:
+            self._before = present
+            self._sources = [each.detach() if each.requires_grad else each for each in present if each is not None]
+            self._values = [each.clone() for each in self._sources]
 
     def put_back(self) -> None:
         """Let the module have those that were kept."""
-        before, values = self._kept
-        for (buffers, name), buffer in zip(self._places or (), before, strict=True):
+        for (buffers, name), buffer in zip(self._places or (), self._before, strict=True):
             buffers[name] = buffer
-        if values:
-            with torch.no_grad():
-                foreach_copy_(_tensors(before), values)
-
-
-def _tensors(buffers: list[Tensor | None]) -> list[Tensor]:
-    return [buffer for buffer in buffers if buffer is not None]
+        if self._values:
+            foreach_copy_(self._sources, self._values)
 
 
 class NativeUnit(TrainUnit):
