@@ -16,7 +16,8 @@ BIN := $(VENV)/bin
 export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CONSTRAINTS := constraints.txt
-INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS)
+# What is imported is compiled then: all of torch and transformers would be 20 s.
+INSTALL := $(PIP) install --quiet --no-compile --constraint $(CONSTRAINTS)
 EXTRAS := examples,test
 
 TORCH := torch==2.13.0
@@ -300,7 +301,7 @@ $(VENV)/.dev: $(VENV)/.installed
 .compat/docs/.installed: Makefile | $(VENV)/.created
 	rm -rf $(@D)
 	$(BIN)/python -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --constraint constraints.txt $(DOCS)
+	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile --constraint constraints.txt $(DOCS)
 	@touch $@
 
 .compat/ecosystem/.installed: Makefile | $(VENV)/.torch
@@ -321,7 +322,7 @@ $(VENV)/.dev: $(VENV)/.installed
 .compat/skypilot/.installed: Makefile | $(VENV)/.created
 	rm -rf $(@D)
 	$(BIN)/python -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet $(SKYPILOT)
+	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile $(SKYPILOT)
 	@touch $@
 
 # Unpacked, not installed. Where apt has no lists yet: apt-get update.
@@ -333,12 +334,12 @@ $(VENV)/.dev: $(VENV)/.installed
 
 .compat/stores/.installed: Makefile | $(VENV)/.torch
 	rm -rf $(@D)
-	$(PIP) install --quiet --target $(@D) $(STORES)
+	$(PIP) install --quiet --no-compile --target $(@D) $(STORES)
 	@touch $@
 
 .compat/transformers-%/.installed: Makefile | $(VENV)/.torch
 	rm -rf $(@D)
-	$(PIP) install --quiet --no-deps --target $(@D) transformers==$* $(NEEDS_$*)
+	$(PIP) install --quiet --no-compile --no-deps --target $(@D) transformers==$* $(NEEDS_$*)
 	@touch $@
 
 # torch up to 2.12 wants an older setuptools than the pinned one; the project's licence, in words, one from 77 on.
