@@ -56,7 +56,7 @@ for name in os.environ.pop(COLLECTED, "").split():
 # What the first save or load of a model of transformers makes, in a tenth of a second of each rank.
 if (conversions := sys.modules.get("transformers.conversion_mapping")) is not None:
     conversions.get_checkpoint_conversion_mapping("")
-if "transformers.models.llama.modeling_llama" in sys.modules:
-    take_a_step()
+if "transformers.models.llama.modeling_llama" in sys.modules and not sys.modules["torch"].cuda.is_available():
+    take_a_step()  # else some layer may ask for the card, and start CUDA
 if sys.platform == "linux":
     use_large_pages()

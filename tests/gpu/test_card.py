@@ -80,7 +80,7 @@ def losses_of_engine(config: dict[str, Any], folder: str | None) -> dict[str, An
                 accelerator.save_state(Path(folder, "state"), async_=True)
         return losses
 
-    seen: dict[str, Any] = {"losses": train(0), "backend": accelerator.backend}
+    seen: dict[str, Any] = {"losses": train(0)}
     if folder:
         accelerator.wait_for_checkpoint()
         accelerator.load_state(Path(folder, "state"))
