@@ -14,10 +14,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # DeepSpeed's op is compiled for each environment, and waits for no lock that a killed compiler of another has left.
 export TORCH_EXTENSIONS_DIR := $(abspath $(VENV))/torch_extensions
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-CONSTRAINTS := constraints.txt
 # What is imported is compiled then: all of torch and transformers would be 20 s.
-INSTALL := $(PIP) install --quiet --no-compile --constraint $(CONSTRAINTS)
+PIP_INSTALL := -m pip --disable-pip-version-check --no-input install --quiet --no-compile
+CONSTRAINTS := constraints.txt
+INSTALL := $(BIN)/python $(PIP_INSTALL) --constraint $(CONSTRAINTS)
 EXTRAS := examples,test
 
 TORCH := torch==2.13.0
@@ -301,7 +301,7 @@ $(VENV)/.dev: $(VENV)/.installed
 .compat/docs/.installed: Makefile | $(VENV)/.created
 	rm -rf $(@D)
 	$(BIN)/python -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile --constraint constraints.txt $(DOCS)
+	$(@D)/bin/python $(PIP_INSTALL) --constraint constraints.txt $(DOCS)
 	@touch $@
 
 .compat/ecosystem/.installed: Makefile | $(VENV)/.torch
@@ -322,7 +322,7 @@ $(VENV)/.dev: $(VENV)/.installed
 .compat/skypilot/.installed: Makefile | $(VENV)/.created
 	rm -rf $(@D)
 	$(BIN)/python -m venv $(@D)
-	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile $(SKYPILOT)
+	$(@D)/bin/python $(PIP_INSTALL) $(SKYPILOT)
 	@touch $@
 
 # Unpacked, not installed. Where apt has no lists yet: apt-get update.
@@ -334,12 +334,12 @@ $(VENV)/.dev: $(VENV)/.installed
 
 .compat/stores/.installed: Makefile | $(VENV)/.torch
 	rm -rf $(@D)
-	$(PIP) install --quiet --no-compile --target $(@D) $(STORES)
+	$(BIN)/python $(PIP_INSTALL) --target $(@D) $(STORES)
 	@touch $@
 
 .compat/transformers-%/.installed: Makefile | $(VENV)/.torch
 	rm -rf $(@D)
-	$(PIP) install --quiet --no-compile --no-deps --target $(@D) transformers==$* $(NEEDS_$*)
+	$(BIN)/python $(PIP_INSTALL) --no-deps --target $(@D) transformers==$* $(NEEDS_$*)
 	@touch $@
 
 # torch up to 2.12 wants an older setuptools than the pinned one; the project's licence, in words, one from 77 on.

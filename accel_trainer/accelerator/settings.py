@@ -249,7 +249,7 @@ class AcceleratorSettings(ProcessView):
     @property
     def even_batches(self) -> bool:
         """Whether every rank gets equally many rows, padded at the end of the data; settable for later loaders."""
-        return self._data_config.even_batches
+        return bool(self.dataloader_config.even_batches)
 
     @even_batches.setter
     def even_batches(self, even_batches: bool) -> None:

@@ -265,7 +265,7 @@ class AcceleratorStepping(AcceleratorSettings):
     def _weigh(self, loss: Tensor, divisor: int) -> Tensor:
         """Return the loss by the samples that this rank holds of the step, over the micro-batches of a window."""
         # accelerate takes the rows that fill up a step for samples, also where a rank has no others.
-        is_filled = self.config.accumulation.loss_division is LossDivision.ACCELERATE and self.even_batches
+        is_filled = self.even_batches and self.config.accumulation.loss_division is LossDivision.ACCELERATE
         weight = 1.0 if is_filled else self.gradient_state.loss_weight(self.readers)
         loss = loss if weight == 1.0 else loss * weight
         return loss if divisor == 1 else loss / divisor

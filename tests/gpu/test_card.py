@@ -6,6 +6,7 @@ One rank, since nccl refuses two of one card. docs/gpu.md says when this was las
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,6 @@ def quantised() -> Any:
 
 
 def train_and_resume(folder: str, changes: dict[str, Any], is_quantised: bool = False) -> dict[str, Any]:
-    import os
-
     os.chdir(folder)
     seen: dict[str, Any] = {}
     for name, resume in (("whole", None), ("resumed", 3)):
