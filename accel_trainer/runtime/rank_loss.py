@@ -119,16 +119,15 @@ def close_connections() -> None:
 
 
 class _RollCall:
-    """Connections of the members, all with the first of them, over which each waits until all have come.
+    """Connections of some ranks, all with the first of them, over which each waits until all have come.
 
     Beside the group's: gloo wakes a thread on each side for each message, which was 0.8 ms in a step of 30 ms. They are
-    among those that a loss closes. Collective over the members.
+    among those that a loss closes. Collective over these ranks.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_seconds: float, connect_seconds: float) -> None:
-        self._is_first = rank == 0
         with noting_connections(adds=True):
-            if self._is_first:
+            if rank == 0:
                 name = secrets.token_bytes(16)  # that no other process of the machine knows
                 with socket.socket(socket.AF_UNIX) as server:
                     server.bind(b"\0" + name)
@@ -149,19 +148,23 @@ class _RollCall:
 
     @waits("a roll call")
     def wait_for_all(self) -> None:
-        """Return once all members have called it; raises DistNetworkError where a connection breaks."""
+        """Return once all of them have called it; raises DistNetworkError where a connection breaks."""
+        is_hub = len(self._ends) > 1  # which speaks for the others; of two, neither waits to be answered
         try:
-            if not self._is_first:
-                self._ends[0].send(b".")
+            if not is_hub:
+                self._speak()
             if not all(end.recv(1) for end in self._ends):
                 raise ConnectionResetError("Connection closed by peer")
-            if self._is_first:
-                for end in self._ends:
-                    end.send(b".")
+            if is_hub:
+                self._speak()
         except TimeoutError as error:
             raise dist.DistNetworkError("Timed out waiting in a roll call") from error
         except OSError as error:
             raise dist.DistNetworkError(f"in a roll call: {error}") from error
+
+    def _speak(self) -> None:
+        for end in self._ends:
+            end.send(b".")
 
 
 class LossNotice:
@@ -302,10 +305,18 @@ class Survivors:
         """Connect for `wait_for_all`, now and whenever the members are others. Collective, before ranks are lost."""
         if self._roll_call is None:
             seconds = group_timeout().total_seconds()
-            self._roll_call = _RollCall(self._store, self.rank, len(self.members), seconds, seconds)
+            self._roll_call = self._connect_for_roll_call(self._store, seconds, seconds)
+
+    def _connect_for_roll_call(self, store: dist.Store, timeout_seconds: float, connect_seconds: float) -> _RollCall:
+        together, size = self.members, self._replica_size
+        if len(together) <= 2 * size:  # a loss leaves one replica, whose ranks need nobody else's word
+            together = [rank for rank in together if rank // size == self.rank // size]
+        own_store = dist.PrefixStore(f"replica {together[0] // size}", store)
+        rank = together.index(self.rank)
+        return _RollCall(own_store, rank, len(together), timeout_seconds, connect_seconds)
 
     def wait_for_all(self) -> None:
-        """Wait until all members have come here. Collective over them.
+        """Wait until all that a loss may leave have come here. Collective over them.
 
         Raises:
             DistNetworkError: a connection has broken.
@@ -476,7 +487,7 @@ class Survivors:
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=bound)
             if self._roll_call is not None:
                 self._roll_call.close()
-                self._roll_call = _RollCall(store, rank, size, timeout_seconds, bound.total_seconds())
+                self._roll_call = self._connect_for_roll_call(store, timeout_seconds, bound.total_seconds())
         except (RuntimeError, OSError) as error:
             return str(error)
         return ""
