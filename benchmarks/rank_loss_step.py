@@ -4,8 +4,8 @@ python benchmarks/rank_loss_step.py ROUNDS SIZE...  # the rows, as JSON on the l
 python benchmarks/rank_loss_step.py --rank SIZE     # one process: trains for every line that it reads
 
 In the same processes: two jobs of one program differ by 4 % of processor time, whatever they are asked for. The thread
-that waits for word of a loss is in both; it takes 5 us a second. Ranks of HSDP wait for each other before each step,
-which processor time would hide: there the time has a bound, too.
+that waits for word of a loss is in both; it takes 5 us a second. Ranks of a replica wait for each other before each
+step, which processor time would hide: there the time has a bound, too.
 """
 
 from __future__ import annotations

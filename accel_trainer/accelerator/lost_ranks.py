@@ -218,10 +218,10 @@ class LostRanks:
         self._num_yielded, self._num_samples = current.num_yielded, current.samples
 
     def vote(self) -> bool:
-        """Wait for all ranks with the gradients of their update; return False where it begins again. Collective.
+        """Wait with the gradients of an update for all that a loss may leave; False where it begins again. Collective.
 
         For units that need it, others step at once. Behind the vote a rank that is lost takes nothing along: all that
-        are left have the means of all gradients, and step. Before it nobody has stepped.
+        are left have the means of all gradients, and step. Before it none of them has stepped.
         """
         if self.must_step or not self._votes:
             return True

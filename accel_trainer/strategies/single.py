@@ -83,7 +83,7 @@ def place(model: nn.Module, job: TrainJob, process: ProcessContext) -> None:
 def prepare_module(module: nn.Module, job: TrainJob, precision: PrecisionPolicy, process: ProcessContext) -> None:
     """Place a module that stays in one piece, have it compute in its precision, and compile it; all in place."""
     # fp8 replaces modules, so before all that takes hold of one; compiling comes last, around the autocast.
-    apply_float8(module, precision)
+    apply_float8(module, precision, compiles=job.config.compile.backend != "no")
     place(module, job, process)
     apply_autocast(module, precision)
     treat_activations(job.model, select_layers(job), job.config, process.device)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator, AORecipeKwargs, Trainer, TrainingArguments
+from accel_trainer.config.schema import Fp8Config
 from accel_trainer.errors import ConfigError
-from accel_trainer.precision import build_precision
+from accel_trainer.precision import Float8Recipe, PrecisionPolicy, apply_float8, build_precision
 from tests.ranks import preload, run_ranks
 
 float8 = pytest.importorskip("torchao.float8")
@@ -163,6 +164,15 @@ def test_a_recipe_says_how_and_which_layers():
     model = accelerator.prepare(build_model())
     names = [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
     assert names == [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]
+
+
+@pytest.mark.parametrize(("compiles", "emulates"), [(False, False), (True, False), (False, True)])
+def test_fp8_that_is_not_compiled_is_said_to_be_slow(
+    compiles: bool, emulates: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = PrecisionPolicy(float8=Float8Recipe.build(Fp8Config(emulate=emulates)))
+    apply_float8(build_model(), policy, compiles=compiles)
+    assert ("fp8 without torch.compile" in caplog.text) == (not compiles and not emulates)
 
 
 def test_the_trainer_trains_in_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

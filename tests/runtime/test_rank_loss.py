@@ -104,6 +104,34 @@ def test_a_rank_goes_with_its_replica_and_all_where_none_is_whole() -> None:
     assert run_ranks(lose_replicas, 1)[0] == ([2, 3], "every replica (dp_replicate_size) has lost a rank", 0)
 
 
+def wait_for_a_late_rank(folder: Path) -> bool:
+    """Return whether the last rank, which comes late, had come when this one had waited."""
+    process = init_process(read_environment(), use_cpu=True, timeout_seconds=60)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    rank, num_ranks = process.rank, process.world_size
+    survivors = Survivors(store, rank, num_ranks)
+    survivors.take_replicas(2)
+    survivors.prepare_to_wait()
+    if rank == num_ranks - 1:
+        if num_ranks == 4:
+            wait_until((folder / "waited").exists)
+        time.sleep(0.3)
+        (folder / "came").touch()
+    survivors.wait_for_all()
+    has_come = (folder / "came").exists()
+    if rank == 0:
+        (folder / "waited").touch()
+    survivors.close()
+    return has_come
+
+
+@pytest.mark.parametrize(("num_ranks", "first"), [(4, False), (6, True)])
+def test_ranks_wait_for_those_that_a_loss_may_leave_beside_them(num_ranks: int, first: bool, tmp_path: Path) -> None:
+    """Of two replicas a loss leaves one: its ranks step together, whatever the others do. Of three it leaves two."""
+    waited = run_ranks(wait_for_a_late_rank, num_ranks, tmp_path)
+    assert (waited[0], waited[-2:]) == (first, [True, True])
+
+
 def connect_together(num_members: int, late: int) -> tuple[list[list[int]], float]:
     """Form a group of `num_members`, to which rank `late` comes after 0.5 s; return who connected, and when it did."""
     rank, connected, connect = int(os.environ["RANK"]), [], Survivors._connect

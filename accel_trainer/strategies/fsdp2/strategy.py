@@ -180,7 +180,7 @@ class FSDP2Strategy(Strategy):
             _upcast_trainable(model)
         if precision.float8 is not None:
             # torchao replaces modules: the units that were selected may hold layers that are no longer in the model.
-            apply_float8(model, precision, shards=True)
+            apply_float8(model, precision, compiles=job.config.compile.backend != "no", shards=True)
             selection = select_modules(job, precision, process)
         # Collectives from here on. Before sharding: each rank would cut its shards out of a model of its own.
         values = compare_values(model, process, may_await=config.cpu_ram_efficient_loading)
