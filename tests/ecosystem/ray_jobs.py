@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from accel_trainer.utils import gather_object
 
 
 def train_example(config: dict[str, Any]) -> None:
-    """Run `train` of an example; `kill` has the update after which the last worker, or its node, dies, once."""
+    """Run `train` of an example; `kill` has the update after which a worker, or its node, dies, once."""
     example = importlib.import_module(config.pop("example"))
     kill = config.pop("kill", None)
     if kill is not None:
@@ -29,18 +30,30 @@ def train_example(config: dict[str, Any]) -> None:
     example.train(config)
 
 
-def _die_once(after: int, marker: str, node: bool = False) -> None:
-    context = ray.train.get_context()
+def _die_once(after: int, marker: str, head: str = "") -> None:
+    """Let the last worker die, or, given the head's node, with which the job would die, all of the other node."""
+    context, is_elsewhere = ray.train.get_context(), ray.get_runtime_context().get_node_id() != head
     count = 0
 
     def die(*_: Any) -> None:
         nonlocal count
         count += 1
-        if count == after and context.get_world_rank() == context.get_world_size() - 1 and not Path(marker).exists():
+        dies = is_elsewhere if head else context.get_world_rank() == context.get_world_size() - 1
+        if count == after and dies and not Path(marker).exists():
             Path(marker).touch()
-            os.kill(os.getppid() if node else os.getpid(), signal.SIGKILL)  # a worker's parent is its node's raylet
+            for process in _processes_of_node() if head else [os.getpid()]:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
 
     register_optimizer_step_post_hook(die)
+
+
+def _processes_of_node() -> list[int]:
+    """Return its raylet, whose children its workers are, and those, with this one at the end."""
+    raylet, own = os.getppid(), os.getpid()
+    listed = (path.read_text().split() for path in Path(f"/proc/{raylet}/task").glob("*/children"))
+    workers = {int(number) for numbers in listed for number in numbers}
+    return [raylet, *(workers - {own}), own]
 
 
 def try_learning_rate(config: dict[str, Any]) -> None:

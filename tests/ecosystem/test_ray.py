@@ -118,7 +118,7 @@ def test_an_elastic_loop_under_fsdp2_goes_on_with_the_workers_of_the_nodes_that_
 ) -> None:
     cluster.add_node(num_cpus=2, object_store_memory=100 * 2**20)
     time.sleep(21)  # Ray Train looks for new nodes every 20 s, and begins with what it knows
-    kill = {"after": 28, "marker": str(tmp_path / "dead"), "node": True}
+    kill = {"after": 28, "marker": str(tmp_path / "dead"), "head": ray.get_runtime_context().get_node_id()}
     frame = native(tmp_path, (2, 4), "fsdp2", failures=1, kill=kill)
     assert frame["step"].tolist() == STEPS
     workers = frame["workers"].tolist()
