@@ -72,10 +72,10 @@ def timed(folder: Path, front: str, killed: tuple[Killed, ...], late: Kill | Non
         (folder / "killed").write_text(str(time.monotonic()))
         kill(pid, number)
 
-    def meet_noted(self: LostRanks, error: BaseException | None = None, number: int | None = None) -> None:
+    def meet_noted(self: LostRanks, error: BaseException | None = None, replica: int | None = None) -> None:
         begin = time.monotonic()
-        meet(self, error, number)
-        if number is not None:
+        meet(self, error, replica)
+        if replica is not None:
             with open(folder / f"{os.environ['RANK']}.joins", "a") as file:  # by which the launcher started it
                 file.write(f"{time.monotonic() - begin}\n")
 

@@ -295,7 +295,7 @@ class _Outlived:
 
     def replace(self, ranks: list[_Rank], dead: _Rank) -> bool:
         """Let the others go on without a rank, and start another in its place if there are any left; else False."""
-        if not self.notice.forget(dead.index):
+        if not (self.notice.forget(dead.index) or self.notice.is_lost(dead.index)):
             others = self._going_on(ranks)
             if (dead.process.exitcode or 0) >= 0:
                 return False
@@ -306,9 +306,14 @@ class _Outlived:
         dead.failure = None
         others = self._going_on(ranks)
         is_wanted = others and self.notice.num_replaced < self.num_replacements
-        if is_wanted and not self.notice.why_not_replaced(others):
+        if self.notice.awaits(dead.index) or (is_wanted and not self.notice.why_not_replaced(others)):
             ranks.append(self.start(dead.index, self.notice.replace(dead.index)))
         return True
+
+    def follow(self, ranks: list[_Rank], ended: _Rank) -> None:
+        """Start another in the place of a rank that has ended with its replica, where one is started in that's."""
+        if self.notice.awaits(ended.index):
+            ranks.append(self.start(ended.index, self.notice.replace(ended.index)))
 
     def _going_on(self, ranks: list[_Rank]) -> list[int]:
         running = [each.index for each in ranks if not each.is_done and self.notice.is_member(each.index)]
@@ -383,8 +388,8 @@ def _collect(
         for rank in running:
             if rank.pipe in ready or rank.process.sentinel in ready:
                 rank.read()
-                if outlived is not None and rank.failure:
-                    outlived.replace(ranks, rank)
+                if outlived is not None:
+                    (outlived.replace if rank.failure else outlived.follow)(ranks, rank)
         if any(rank.failure for rank in ranks) and time.monotonic() + grace_seconds < deadline:
             deadline = time.monotonic() + grace_seconds
             reason = f"was still running {grace_seconds:g} s after another rank had failed; it was here:"

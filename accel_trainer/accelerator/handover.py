@@ -1,7 +1,8 @@
 """What a rank takes from another where they meet: everything where it joins, an update where it is behind.
 
-It travels over the process group, from rank 0 to the last rank; the others do not wait. Tensors keep dtype and values
-bit by bit, but for random streams, which are made of those of rank 0 and of the number of the new rank.
+It travels over the process group, from rank 0 to the last rank, or between the ranks of two replicas that have the same
+shards; the others do not wait. Tensors keep dtype and values bit by bit, but for random streams, which are made of
+those of the rank that sends and of the number of the new one.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from accel_trainer.accelerator.accumulation import PreparedUnit, TokenWindow
 from accel_trainer.checkpoint.run_state import decode, encode
+from accel_trainer.checkpoint.shards import local_tensor, wrap_local_like
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS
@@ -175,8 +178,8 @@ def _collect_unit(prepared: PreparedUnit) -> dict[str, Any]:
     unit, averages = prepared.unit, prepared.unit.averages
     found = {} if averages is None else {name: averages.of(p) for name, p in unit.module.named_parameters()}
     return {
-        "values": dict(_values(unit.module)),
-        "averages": {name: average.detach() for name, average in found.items() if average is not None},
+        "values": {name: local_tensor(value) for name, value in _values(unit.module)},
+        "averages": {name: local_tensor(average) for name, average in found.items() if average is not None},
         "tokens": None if prepared.tokens is None else prepared.tokens.state_dict(),
     }
 
@@ -185,10 +188,11 @@ def _collect_unit(prepared: PreparedUnit) -> dict[str, Any]:
 def _take_unit(prepared: PreparedUnit, given: Mapping[str, Any], readers: ProcessContext) -> None:
     unit = prepared.unit
     for name, value in _values(unit.module):
-        value.copy_(given["values"][name])
+        local_tensor(value).copy_(given["values"][name])
     if unit.averages is not None:
         parameters = dict(unit.module.named_parameters())
-        unit.averages.resume({parameters[name]: average for name, average in given["averages"].items()})
+        averages = {parameters[name]: average for name, average in given["averages"].items()}
+        unit.averages.resume({p: wrap_local_like(p, average) for p, average in averages.items()})
     if given["tokens"] is not None:
         prepared.tokens = prepared.tokens or TokenWindow(readers)
         prepared.tokens.load_state_dicts([given["tokens"]], is_own=True)
@@ -198,11 +202,18 @@ def _collect_optimizer(optimizer: Optimizer) -> dict[str, Any]:
     """Return groups, and the state of each parameter in their order; `load_state_dict` would cast it."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     states = [optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"]]
-    return {"groups": groups, "states": [None if state is None else dict(state) for state in states]}
+    return {"groups": groups, "states": [None if state is None else _collect_shards(state) for state in states]}
+
+
+def _collect_shards(state: Mapping[str, Any]) -> dict[str, Any]:
+    shards = [name for name, value in state.items() if isinstance(value, DTensor)]
+    values = {name: local_tensor(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+    return {"values": values, "shards": shards}
 
 
 def _take_optimizer(optimizer: Optimizer, states: Sequence[Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter, state in zip(parameters, states, strict=True):
         if state is not None:
-            optimizer.state[parameter] = state
+            shards = {name: wrap_local_like(parameter, state["values"][name]) for name in state["shards"]}
+            optimizer.state[parameter] = state["values"] | shards

@@ -129,7 +129,7 @@ class LostRanks:
             prepared.unit.guard_forward(self._go_on_in_forward)
             if not prepared.evaluation_only:
                 self._survivors.take_replicas(prepared.unit.replica_size)
-                self._votes = prepared.unit.needs_vote and has_connections()
+                self._votes = prepared.unit.needs_vote and (has_connections() or self._survivors.is_alone)
                 if self._votes:
                     self._survivors.prepare_to_wait()
         self.announce()
@@ -323,36 +323,35 @@ class LostRanks:
             raise error
         self._meet(error)
 
-    def _meet(self, error: BaseException | None = None, number: int | None = None) -> None:
-        """Go on in a group of the ranks that are left, and of `number`, where all have come to take that in."""
+    def _meet(self, error: BaseException | None = None, replica: int | None = None) -> None:
+        """Go on in a group of the ranks that are left, and of `replica`, where all have come to take that in."""
         begin, accelerator, survivors = time.monotonic(), self._owner, self._survivors
         before = survivors.members
-        said = survivors.agree(self._facts(accelerator, number), group_timeout().total_seconds())
+        said = survivors.agree(self._facts(accelerator, replica), group_timeout().total_seconds())
         gone = ", ".join(map(str, sorted({*before} - {*survivors.members})))
         places = dict(zip(survivors.members, said, strict=True))
-        self._settle(said, number, gone, error)
+        has_joined = self._settle(said, replica, gone, error)
         if survivors.members == before:
             return
-        self._meet_again(accelerator, places)
-        has_joined, num_left = number in survivors.members, len(survivors.members)
+        num_left = self._meet_again(accelerator, places, has_joined=has_joined)
         if gone:
             logger.warning(
                 "rank %s of the %d that the launcher has started is lost; the %d that are left go on after update %d, "
                 "after %.1f s",
-                gone, self.num_shards, num_left - has_joined, self.num_updates, time.monotonic() - begin,
+                gone, self.num_shards, num_left, self.num_updates, time.monotonic() - begin,
             )  # fmt: skip
-        if has_joined:
+        if num_left < len(survivors.members):
             num_bytes = self._hand_over(accelerator)
             logger.warning(
                 "a process that was started in the place of a lost rank is rank %d of %d behind update %d, for which "
                 "the others waited %.2f s (%.1f MiB were sent)",
-                num_left - 1, num_left, self.num_updates, time.monotonic() - begin, num_bytes / 2**20,
+                num_left, len(survivors.members), self.num_updates, time.monotonic() - begin, num_bytes / 2**20,
             )  # fmt: skip
 
-    def _facts(self, accelerator: Accelerator, number: int | None) -> dict[str, Any]:
+    def _facts(self, accelerator: Accelerator, replica: int | None) -> dict[str, Any]:
         """Return what the others are to know of this rank where they meet."""
         units = accelerator._prepared.units
-        reason = self._why_not_now() or self._why_not_joined(number)
+        reason = self._why_not_now() or self._why_not_joined(replica)
         windows = [prepared.window.held * self._is_in_update for prepared in units]
         # A Trainer that is one update behind stands in the last exchange of it, which the others have had.
         ends_update = self.takes_windows or all(prepared.window.is_last for prepared in units)
@@ -361,14 +360,18 @@ class LostRanks:
         return {
             "reason": reason,
             "place": [self.num_updates, self.num_calls, *windows],
-            "joins": number,
+            "joins": replica,
             "can_take": self._is_alike if self._is_calling else ends_update,
             "votes": self._votes,
             "has_voted": self._is_in_update and self._has_voted,
         }
 
-    def _settle(self, said: list[dict[str, Any]], number: int | None, gone: str, error: BaseException | None) -> None:
-        """Let `number` join where all have come for that; raise where ranks are `gone` and the others cannot go on."""
+    def _settle(self, said: list[dict[str, Any]], replica: int | None, gone: str, error: BaseException | None) -> bool:
+        """Let `replica` join where all have come for that; return whether it does.
+
+        Raises:
+            RankLostError: ranks are `gone`, and the others cannot go on.
+        """
         reason = why_not_level(said)
         if reason and gone:
             raise RankLostError(
@@ -376,8 +379,9 @@ class LostRanks:
                 "again, where --max_restarts says so"
             ) from error
         # Others may have come to meet because of a loss: the rank that waits can join behind it.
-        if number is not None and {each["joins"] for each in said} == {number}:
-            self._survivors.settle(number, reason)
+        if replica is None or {each["joins"] for each in said} != {replica}:
+            return False
+        return self._survivors.settle(replica, reason)
 
     # --- ranks that return ----------------------------------------------------------------------------------------
 
@@ -388,7 +392,7 @@ class LostRanks:
 
     def _announce_taking(self) -> None:
         if self._takes_others:
-            self._survivors.announce("replicas of shards take in none" if self._votes else "", "takes")
+            self._survivors.announce("", "takes")
 
     def admit(self, loader: PreparedDataLoader | None = None) -> bool:
         """Take in ranks that wait to join, where all members have come between two updates for that.
@@ -404,8 +408,8 @@ class LostRanks:
             if self._is_in_update or not is_trained or loader.why_not_shared_out():
                 return False
         before = survivors.members
-        while (number := survivors.find_due(self.num_updates)) is not None:
-            self._meet(number=number)
+        while (replica := survivors.find_due(self.num_updates)) is not None:
+            self._meet(replica=replica)
         return survivors.members != before
 
     def join(self) -> bool:
@@ -424,7 +428,7 @@ class LostRanks:
         try:
             rejoin(accelerator.process, survivors)
             self._share_out(accelerator)
-            state = receive(0, accelerator.process.device)
+            state = receive(accelerator.process.rank % survivors.replica_size, accelerator.process.device)
             take_state(accelerator, state["accelerator"], survivors.rank)
             self._take_place(accelerator, state["place"])
             if self.extras is not None:
@@ -436,17 +440,18 @@ class LostRanks:
             os.kill(os.getpid(), signal.SIGKILL)
         return True
 
-    def _why_not_joined(self, number: int | None) -> str:
+    def _why_not_joined(self, replica: int | None) -> str:
         """Return why one that returns cannot be told where the others are; empty for nobody."""
         accelerator = self._owner
         known = {id(loader) for loader in accelerator._prepared.dataloaders}
-        if number is None or known.issuperset(map(id, accelerator.gradient_state.loaders)):
+        if replica is None or known.issuperset(map(id, accelerator.gradient_state.loaders)):
             return ""
         return "the others are in a pass that skip_first_batches has begun"
 
     def _hand_over(self, accelerator: Accelerator) -> int:
-        """Send what this run has to the rank that has joined last; return the bytes. Every member calls it."""
-        if accelerator.process.rank > 0:
+        """Send what this run has to those that have joined last; return the bytes. Every member calls it."""
+        process, size = accelerator.process, self._survivors.replica_size
+        if process.rank >= size:  # of the first replica, each to its likes
             return 0
         loaders = accelerator._prepared.dataloaders
         state = {
@@ -460,7 +465,7 @@ class LostRanks:
         }
         # Where a rank is lost meanwhile, the exchange of the next update says so to all.
         with suppress(RuntimeError):
-            return send(state, accelerator.process.world_size - 1, accelerator.process.device)
+            return send(state, process.world_size - size + process.rank, process.device)
         return 0
 
     def _take_place(self, accelerator: Accelerator, place: Mapping[str, Any]) -> None:
@@ -472,8 +477,8 @@ class LostRanks:
                 loader.resize(self.num_shards, 0)
                 loader.share_out(self.left, 0, 0)
 
-    def _meet_again(self, accelerator: Accelerator, said: Mapping[int, dict[str, Any]]) -> None:
-        """Go on in the group of the members, level with the foremost. Every one of them calls it.
+    def _meet_again(self, accelerator: Accelerator, said: Mapping[int, dict[str, Any]], *, has_joined: bool) -> int:
+        """Go on in the group of the members, level with the foremost; return how many were here. All of them call it.
 
         `said`: by each of them, where they met. Where more are lost meanwhile, it is done again.
         """
@@ -483,14 +488,16 @@ class LostRanks:
             members = survivors.members
             # Where all that were ahead are lost by now, the others begin together again.
             places = Places.of({rank: each for rank, each in said.items() if rank in members}, survivors.rank)
-            if not (places.behind or self._votes):
-                return self._share_out(accelerator)
+            if has_joined or not (places.behind or self._votes):
+                self._share_out(accelerator)
+                break
             given = self._catch_up(accelerator, places)
             survivors.agree({}, group_timeout().total_seconds())
             if survivors.members == members:
+                if survivors.rank in places.behind:
+                    self._take_level(accelerator, places, given)
                 break
-        if survivors.rank in places.behind:
-            self._take_level(accelerator, places, given)
+        return sum(rank in said for rank in survivors.members)
 
     def _catch_up(self, accelerator: Accelerator, places: Places) -> Any:
         """Share the updates out; return the state that this rank was given, None without one or after another loss."""

@@ -384,7 +384,7 @@ class LaunchConfig:
     max_restarts: int = 0
     """How often the elastic agent starts the workers again after a failure."""
     on_rank_loss: RankLossAction = RankLossAction.RESTART
-    """When a rank is killed: restart ends all, continue has others go on (ddp, hsdp), replace also starts one (ddp)."""
+    """When a rank is killed: restart ends all, continue has others go on (ddp, hsdp), replace also starts new ones."""
     monitor_interval_seconds: float = 0.1
     """How often the elastic agent looks at its workers, in seconds."""
     tee: str = "0"

@@ -360,7 +360,13 @@ class _Agent(LocalElasticAgent):
         is_running = bool(self._running())
         if (notice := self._notice) is None:
             return False
-        for exit_ in [each for each in self.exits if each.code and each.pid not in self._outlived]:
+        exits = [each for each in self.exits if each.pid not in self._outlived]
+        for exit_ in [each for each in exits if each.code or notice.awaits(each.rank)]:
+            if not exit_.code:  # it has ended with its replica
+                self._outlived.add(exit_.pid)
+                forget_worker(self, exit_.rank)
+                self._start_anew(worker_group, exit_.rank, notice)
+                continue
             running = [rank for rank in self._running() if notice.is_member(rank)]
             left = notice.going_on(running)
             # One that has not joined the others is nobody's to wait for, however it ends.
@@ -392,16 +398,20 @@ class _Agent(LocalElasticAgent):
         launch = self._job.launch
         if launch.on_rank_loss is not RankLossAction.REPLACE or not left:
             return ""
-        if notice.num_replaced >= launch.max_restarts:
-            return f", and none is started in its place: {launch.max_restarts} (max_restarts) have been"
-        if reason := notice.why_not_replaced(left):
-            return f", and none is started in its place: {reason}"
+        if not notice.awaits(rank):
+            if notice.num_replaced >= launch.max_restarts:
+                return f", and none is started in its place: {launch.max_restarts} (max_restarts) have been"
+            if reason := notice.why_not_replaced(left):
+                return f", and none is started in its place: {reason}"
+        self._start_anew(worker_group, rank, notice)
+        return f"; another is started in its place ({notice.num_replaced} of {launch.max_restarts})"
+
+    def _start_anew(self, worker_group: Any, rank: int, notice: LossNotice) -> None:
         pid = start_worker_anew(self, rank, {**os.environ, **notice.replace(rank)})
         worker_group.workers[rank].id = pid
         self._pids[rank] = pid
         self._guard(" ".join(f"-{pid}" for pid in self._running().values()))
         self._begin_to_watch(rank)
-        return f"; another is started in its place ({notice.num_replaced} of {launch.max_restarts})"
 
     def _begin_to_watch(self, rank: int) -> None:
         watcher = threading.Thread(target=self._watch, args=(rank, self._pids[rank]), daemon=True)

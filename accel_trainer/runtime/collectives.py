@@ -160,7 +160,7 @@ def broadcast(data: Any, process: ProcessContext, from_process: int = 0, *, debu
 @names_failed_rank
 def broadcast_object_list(objects: list[Any], process: ProcessContext, from_process: int = 0) -> list[Any]:
     """Replace a list's entries by those of one rank, in place, and return it. Collective: lists of the same length."""
-    if process.is_distributed:
+    if process.is_distributed and not process.is_alone:  # one that is alone has what others would send
         note_call("broadcast_object_list", process)
         dist.broadcast_object_list(objects, group=process.group, group_src=from_process)
     return objects

@@ -399,15 +399,17 @@ def _stand_in(
     """
     global _current, _watch_options
     size = info.world_size
+    number, _, replica_size = map(int, os.environ[RETURNS_VARIABLE].split("/"))
+    rank = number % replica_size  # in a replica of shards: each of its ranks has others
     if not dist.is_initialized():
         _share_cores(os.environ, device, info.local_world_size)
-        join_alike_group(size, timeout_seconds or _DEFAULT_TIMEOUT_SECONDS)
+        join_alike_group(rank, size, timeout_seconds or _DEFAULT_TIMEOUT_SECONDS)
         atexit.register(_leave_at_exit)
     if hang is not None or not _watch_options:
         _watch_options = {"hang": hang, "hosts_store": False, "runs_ahead": False}
     # The last one: it says nothing that rank 0 would.
     logging.set_rank(size - 1, size)
-    found = ProcessContext(0, 0, size, info.local_world_size, device, _backends()[device.type], is_alone=True)
+    found = ProcessContext(rank, rank, size, info.local_world_size, device, _backends()[device.type], is_alone=True)
     _current = _same_object(found)
     return _current
 
@@ -427,8 +429,8 @@ def find_survivors(process: ProcessContext) -> Survivors | None:
         return None
     timeout = group_timeout()
     store = dist.TCPStore(info.main_address, info.main_port or DEFAULT_PORT, is_master=False, timeout=timeout)
-    number, _, num_first = os.environ.get(RETURNS_VARIABLE, f"{process.rank}/{process.world_size}").partition("/")
-    _survivors = Survivors(store, int(number), int(num_first))
+    numbers = os.environ.get(RETURNS_VARIABLE, f"{process.rank}/{process.world_size}").split("/")
+    _survivors = Survivors(store, *map(int, numbers))
     atexit.register(_survivors.close)
     return _survivors
 

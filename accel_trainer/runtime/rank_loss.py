@@ -180,25 +180,33 @@ class LossNotice:
         self._num_first = self._num_started = world_size
         self._numbers: dict[int, int] = {}
         """Of the processes started in the place of a rank, by that rank."""
+        self._replicas: dict[int, int] = {}
+        """Of the replicas started in the place of one, by that one's: a replica has as many numbers as ranks."""
+
+    @property
+    def _replica_size(self) -> int:
+        return int(self._store.get("replica_size")) if self._store.check(["replica_size"]) else 1
 
     @property
     def num_replaced(self) -> int:
-        """Processes that were started in the place of others by now."""
-        return self._num_started - self._num_first
+        """Replicas, of one rank under DDP, that were started in the place of others by now."""
+        return (self._num_started - self._num_first) // self._replica_size
 
     def is_member(self, rank: int) -> bool:
         """Whether the process of a rank is with the others: it was from the beginning, or has joined them."""
         number = self._numbers.get(rank)
-        return number is None or self._store.check([f"admission/{number}"])
+        return number is None or self._store.check([f"admission/{number // self._replica_size}"])
 
     def forget(self, rank: int) -> bool:
         """Have the others wait no more for a process that has ended; return False where it had joined them."""
         number = self._numbers.get(rank)
-        return number is not None and self._store.compare_set(f"fate/{number}", "", "gone") == b"gone"
+        if number is None:
+            return False
+        return self._store.compare_set(f"fate/{number // self._replica_size}", "", "gone") == b"gone"
 
     def going_on(self, ranks: Sequence[int]) -> list[int]:
         """Return those of these ranks, the ones that run, whose replicas have all of theirs."""
-        size = int(self._store.get("replica_size")) if self._store.check(["replica_size"]) else 1
+        size = self._replica_size
         num_running = Counter(rank // size for rank in ranks)
         return [rank for rank in ranks if num_running[rank // size] == size]
 
@@ -220,19 +228,33 @@ class LossNotice:
         reason = self._find_reason("takes", ranks)
         return "the loop has not called load_state()" if reason is None else reason
 
+    def is_lost(self, rank: int) -> bool:
+        """Whether the process of a rank goes with its replica, of which one has been lost."""
+        size = self._replica_size
+        return self._numbers.get(rank, rank) // size in {number // size for number in self.lost}
+
     def tell(self, rank: int) -> None:
-        """Say that the process of a rank is lost."""
-        self.lost.append(self._numbers.get(rank, rank))
-        self._store.set("lost", json.dumps(self.lost))
-        self._say()
+        """Say that the process of a rank is lost; nothing where its replica is lost already."""
+        if not self.is_lost(rank):
+            self.lost.append(self._numbers.get(rank, rank))
+            self._store.set("lost", json.dumps(self.lost))
+            self._say()
+
+    def awaits(self, rank: int) -> bool:
+        """Whether others of a rank's replica have been started anew, and it has not."""
+        place = rank // self._replica_size
+        return self._numbers.get(rank, rank) // self._replica_size != self._replicas.get(place, place)
 
     def replace(self, rank: int) -> dict[str, str]:
         """Announce a process in the place of a rank that is lost; return the variables that it is to be given."""
-        number, self._num_started = self._num_started, self._num_started + 1
-        self._numbers[rank] = number
-        self._store.set("started", str(self._num_started))
-        self._say()
-        return {RETURNS_VARIABLE: f"{number}/{self._num_first}"}
+        size = self._replica_size
+        if not self.awaits(rank):
+            self._replicas[rank // size] = self._num_started // size
+            self._num_started += size
+            self._store.set("started", str(self._num_started))
+            self._say()
+        number = self._numbers[rank] = self._replicas[rank // size] * size + rank % size
+        return {RETURNS_VARIABLE: f"{number}/{self._num_first}/{size}"}
 
     def _say(self) -> None:
         """Have every rank look: each waits for a key of its own, which it can also set itself."""
@@ -252,15 +274,17 @@ class Survivors:
         store: a connection to the job's store, of its own.
         rank: this rank's number by the launcher.
         world_size: how many the launcher has started at first.
+        replica_size: of how many ranks a replica is, where that is known already.
 
     Attributes:
         is_alone: whether this process was started in the place of a lost one, and has not joined the others yet.
         members: of the present process group, in its order.
         lost: all that the launcher has named so far.
         returning: those that wait to join, as far as this rank knows.
+        replica_size: ranks of a replica, one after the other; it goes, and returns, with all of them.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, replica_size: int = 1) -> None:
         self._base = store
         self._store = dist.PrefixStore(PREFIX, store)
         self.rank = rank
@@ -273,7 +297,8 @@ class Survivors:
         """Those that have joined, or do not wait any more; and this one."""
         self._lock = threading.Lock()
         self._num_meetings = 0
-        self._replica_size = 1
+        self.replica_size = replica_size
+        self._has_roll_calls = False
         self._roll_call: _RollCall | None = None
         self.users = weakref.WeakSet[Any]()
         """Those in this process that begin updates again."""
@@ -297,18 +322,19 @@ class Survivors:
 
     def take_replicas(self, size: int) -> None:
         """Let so many ranks, one after the other, hold a replica between them: it goes with each of them."""
-        if size != self._replica_size:
-            self._replica_size = size
+        if size != self.replica_size:
+            self.replica_size = size
             self._store.set("replica_size", str(size))
 
     def prepare_to_wait(self) -> None:
         """Connect for `wait_for_all`, now and whenever the members are others. Collective, before ranks are lost."""
-        if self._roll_call is None:
+        self._has_roll_calls = True
+        if self._roll_call is None and not self.is_alone:
             seconds = group_timeout().total_seconds()
             self._roll_call = self._connect_for_roll_call(self._store, seconds, seconds)
 
     def _connect_for_roll_call(self, store: dist.Store, timeout_seconds: float, connect_seconds: float) -> _RollCall:
-        together, size = self.members, self._replica_size
+        together, size = self.members, self.replica_size
         if len(together) <= 2 * size:  # a loss leaves one replica, whose ranks need nobody else's word
             together = [rank for rank in together if rank // size == self.rank // size]
         own_store = dist.PrefixStore(f"replica {together[0] // size}", store)
@@ -330,8 +356,8 @@ class Survivors:
         return self._without(self.lost)
 
     def _without(self, lost: frozenset[int]) -> list[int]:
-        gone = {rank // self._replica_size for rank in lost}
-        return [rank for rank in self.members if rank // self._replica_size not in gone]
+        gone = {rank // self.replica_size for rank in lost}
+        return [rank for rank in self.members if rank // self.replica_size not in gone]
 
     def _stay_without(self, lost: frozenset[int]) -> list[int]:
         """Return those that go on; end this process, without a word to them, where it is none of them.
@@ -387,7 +413,7 @@ class Survivors:
     def _look_at(self, number: int, store: dist.Store) -> None:
         """Note one that waits to join, and say so: from then on this rank asks at each boundary."""
         with self._lock:
-            if store.check([f"fate/{number}"]):
+            if store.check([f"fate/{number // self.replica_size}"]):
                 self._settled.add(number)
             elif store.check([f"ready/{number}"]):
                 self.returning |= {number}
@@ -487,6 +513,7 @@ class Survivors:
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=bound)
             if self._roll_call is not None:
                 self._roll_call.close()
+            if self._has_roll_calls:
                 self._roll_call = self._connect_for_roll_call(store, timeout_seconds, bound.total_seconds())
         except (RuntimeError, OSError) as error:
             return str(error)
@@ -494,54 +521,67 @@ class Survivors:
 
     # --- ranks that return ----------------------------------------------------------------------------------------
 
-    def find_due(self, num_updates: int) -> int | None:
-        """Return the number of one that joins at this boundary, after so many updates of all; None for nobody.
+    def _numbers_of(self, replica: int) -> range:
+        return range(replica * self.replica_size, (replica + 1) * self.replica_size)
 
-        Asked at every boundary by a rank that knows of one. The first that finds it known to all chooses the next
-        boundary: no rank can be past that one, since the exchange of the update before it needs this rank.
+    def find_due(self, num_updates: int) -> int | None:
+        """Return the replica that joins at this boundary, after so many updates of all; None for none.
+
+        A replica is the number of its first rank over its size: of one rank under DDP. Asked at every boundary by a
+        rank that knows of one. The first that finds all of it known to all chooses the next boundary: no rank can be
+        past that one, since the exchange of the update before it needs this rank.
         """
-        due = []
-        for number in sorted(self.returning):
-            key = f"boundary/{number}"
+        for replica in sorted({number // self.replica_size for number in self.returning}):
+            key = f"boundary/{replica}"
             if not self._store.check([key]):
-                if not self._store.check([f"seen/{number}/{rank}" for rank in self.members]):
+                numbers = self._numbers_of(replica)
+                if not self._store.check([f"seen/{number}/{rank}" for number in numbers for rank in self.members]):
                     continue
                 self._store.compare_set(key, "", str(num_updates + 1))
             if num_updates >= int(self._store.get(key)):
-                due.append(number)
-        return due[0] if due else None
+                return replica
+        return None
 
-    def settle(self, number: int, refused: str = "") -> None:
-        """Let one that returns be the last member, unless it has ended or is refused. Every member calls it."""
+    def settle(self, replica: int, refused: str = "") -> bool:
+        """Let the ranks of one that returns be the last members, unless one has ended, or it is refused.
+
+        Every member calls it. Whether they are members now.
+        """
+        numbers = self._numbers_of(replica)
         with self._lock:
-            self._settled.add(number)
-            self.returning -= {number}
+            self._settled.update(numbers)
+            self.returning = self.returning.difference(numbers)
         if refused:
-            self._store.set(f"refused/{number}", refused)
+            self._store.set(f"refused/{replica}", refused)
         # The launcher says so of one that has ended: whoever is the first decides.
         fate = "refused" if refused else "joined"
-        if self._store.compare_set(f"fate/{number}", "", fate) != b"joined":
-            return
-        self.members = [*self.members, number]
+        if self._store.compare_set(f"fate/{replica}", "", fate) != b"joined":
+            return False
+        self.members = [*self.members, *numbers]
         facts = {"members": self.members, "meetings": self._num_meetings, "returning": sorted(self.returning)}
-        self._store.set(f"admission/{number}", json.dumps(facts))  # the same from all of them
+        self._store.set(f"admission/{replica}", json.dumps(facts))  # the same from all of them
+        return True
 
     def wait_for_admission(self) -> str:
         """Wait until the others take this process in, and be a member then; return why they do not, or empty."""
         self.announce("")
         self.announce("", "takes")
         self._store.set(f"ready/{self.rank}", "")
-        keys = {key: f"{key}/{self.rank}" for key in ("admission", "refused")}
+        keys = {key: f"{key}/{self.rank // self.replica_size}" for key in ("admission", "refused", "fate")}
         while not self._store.check([keys["admission"]]):
             if self._store.check([keys["refused"]]):
                 return self._store.get(keys["refused"]).decode()
+            if self._store.check([keys["fate"]]) and self._store.get(keys["fate"]) == b"gone":
+                return "another process of its replica has ended"
             if self._store.check(["ended"]):
                 return "the run has come to its end"
             time.sleep(_POLL_SECONDS / 4)
         admission = json.loads(self._store.get(keys["admission"]))
         self.members, self._num_meetings = admission["members"], admission["meetings"]
         with self._lock:  # others may have been settled while this one waited
-            self._settled |= {number for number in self.returning if self._store.check([f"fate/{number}"])}
+            self._settled.update(self.members)
+            fates = {number: f"fate/{number // self.replica_size}" for number in self.returning}
+            self._settled |= {number for number, fate in fates.items() if self._store.check([fate])}
             self.returning = self.returning.union(admission["returning"]) - self._settled
             for number in self.returning:
                 self._store.set(f"seen/{number}/{self.rank}", "")
@@ -558,14 +598,22 @@ _ProcessGroup: Any = dist.ProcessGroup
 
 
 class _AlikeGroup(_ProcessGroup):
-    """Rank 0 of the group: it gathers its own as often as there are ranks, and sums to so many times that."""
+    """One rank of a group: it gathers its own as often as there are ranks, and sums to so many times that."""
 
-    def __init__(self, size: int) -> None:
-        super().__init__(0, size)
-        self._num_ranks = size
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._own, self._num_ranks = rank, size
 
     def getBackendName(self) -> str:
         return _NAME
+
+    # torch keeps the name in a group's backends, of which a group in Python has none, and a mesh asks for it.
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
@@ -589,7 +637,7 @@ class _AlikeGroup(_ProcessGroup):
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         for part, parts in zip(outputs, inputs, strict=True):
-            part.copy_(parts[0])
+            part.copy_(parts[self._own])
         return completed_work(outputs)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -599,13 +647,15 @@ class _AlikeGroup(_ProcessGroup):
         return completed_work([])
 
 
-def join_alike_group(world_size: int, timeout_seconds: float) -> None:
-    """Join a job as rank 0 of so many that are not there, and would have what this one has. Not collective.
+def join_alike_group(rank: int, world_size: int, timeout_seconds: float) -> None:
+    """Join a job as one of so many ranks that are not there, and would have what this one has. Not collective.
 
     What is prepared in it - data in shards, a model in DDP, schedules by numbers of ranks - is what it would be in a
     job of so many ranks, and no other process is waited for.
     """
     if not hasattr(dist.Backend, _NAME.upper()):
-        dist.Backend.register_backend(_NAME, lambda store, rank, size, timeout: _AlikeGroup(size), devices=["cpu"])
+        dist.Backend.register_backend(
+            _NAME, lambda store, rank, size, timeout: _AlikeGroup(rank, size), devices=["cpu"]
+        )
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(_NAME, store=dist.HashStore(), rank=0, world_size=world_size, timeout=timeout)
+    dist.init_process_group(_NAME, store=dist.HashStore(), rank=rank, world_size=world_size, timeout=timeout)

@@ -100,7 +100,8 @@ def regroup_units(units: Sequence[Any], mesh: DeviceMesh) -> None:
     for info in infos.values():
         info.__post_init__()  # which takes the groups of its mesh
     kept = _drop_unsharded(groups)
-    units[0].reset_iter_state()
+    if need(units[0], read)()._is_root is not None:  # else it has had no forward, and torch 2.13 finds nothing to reset
+        units[0].reset_iter_state()
     for parameter, gradient in kept:
         parameter.grad = gradient  # torch 2.15 drops it, and a rank that has voted has its step to make
 

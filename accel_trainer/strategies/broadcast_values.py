@@ -22,6 +22,7 @@ from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.checkpoint.safetensors_file import chunks_of
 from accel_trainer.checkpoint.shards import local_box, local_tensor, materialize, set_target_device
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.collectives import broadcast_object
 from accel_trainer.runtime.cores import cores_of_rank
 from accel_trainer.runtime.process import ProcessContext, use_device
 from accel_trainer.runtime.shared_errors import gather_or_raise
@@ -170,9 +171,7 @@ def compare_values(model: nn.Module, process: ProcessContext, *, may_await: bool
     named = _named(model)
     own = _facts(named, process)
     # Fingerprints travel, not values: ranks that loaded the same files send a few bytes for each tensor.
-    sent: list[Any] = [own if process.is_main else None]
-    dist.broadcast_object_list(sent, src=0)
-    main: Mapping[str, _Fact] = sent[0]
+    main: Mapping[str, _Fact] = broadcast_object(own, process)
     kind = type(model).__name__
     # Every rank learns of the error: one that went on alone would wait in the first collective for ever.
     error = _model_mismatch(kind, process.rank, own, main)

@@ -207,14 +207,15 @@ def mean_of(losses: torch.Tensor, accelerator: Accelerator, setup: Setup) -> tor
 def wait_for_return(accelerator: Any, folder: Path, update: int, num_at_once: int = 1) -> None:
     """Wait behind an update until those that return wait to join, and they for this."""
     (folder / f"waits behind {update}").touch()
-    wait_until(lambda: len(accelerator.lost_ranks._survivors.returning) >= num_at_once)
+    survivors = accelerator.lost_ranks._survivors
+    wait_until(lambda: len(survivors.returning) >= num_at_once * survivors.replica_size)
 
 
 def wait_for_others(folder: Path | None, num_at_once: int = 1) -> None:
     """Wait, in a process that returns, until the others wait for it."""
-    number, _, num_first = os.environ.get(RETURNS_VARIABLE, "0/1").partition("/")
+    number, num_first, size = map(int, os.environ.get(RETURNS_VARIABLE, "0/1/1").split("/"))
     if folder is not None:
-        wait_until(lambda: len([*folder.glob("waits*")]) > (int(number) - int(num_first)) // num_at_once)
+        wait_until(lambda: len([*folder.glob("waits*")]) > (number - num_first) // (num_at_once * size))
 
 
 def note_samples(path: Path, accelerator: Accelerator, counts: Counts, samples: list[int]) -> None:
@@ -523,18 +524,18 @@ def train_joining(killed: tuple[Killed, ...], setup: Setup, folder: Path, lost: 
         lost_ranks.rejoin,
     )
 
-    def settle_late(self: Survivors, returning: int, refused: str = "") -> None:
+    def settle_late(self: Survivors, returning: int, refused: str = "") -> bool:
         if lost == 4 and number == 3:
             wait_until(lambda: lost in self.lost)
             time.sleep(0.5)
-        settle(self, returning, refused)
+        return settle(self, returning, refused)
 
     def wait_late(self: Survivors) -> str:
         refused = wait(self)
         # As one whose thread has read of the loss before this one has read that it is a member.
-        if lost == 4:
+        if lost == number:
             kill_oneself()
-        members, self.members = self.members, [4]
+        members, self.members = self.members, [number]
         wait_until(lambda: lost in self.lost)
         time.sleep(0.5)  # in which the thread finds nothing to do, and waits for another word
         self.members = members

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.runtime.process import find_rank
 from accel_trainer.runtime.rank_loss import Survivors
 from accel_trainer.strategies.fsdp2.unit import FSDP2Unit
-from tests.accelerator.test_lost_ranks import CONTINUE, REPLACE, Killed, Setup, build, check, train
+from tests.accelerator import test_lost_ranks
+from tests.accelerator.test_lost_ranks import (
+    CONTINUE,
+    REPLACE,
+    Killed,
+    Setup,
+    build,
+    check,
+    kill_oneself,
+    train,
+    train_joining,
+)
 from tests.cells import beyond, crossed, is_beyond
 from tests.ranks import RankFailure, preload, run_ranks
 
@@ -94,10 +107,47 @@ def test_no_replica_is_left(tmp_path: Path) -> None:
         run_ranks(train, 4, (Killed(0, 3, "data"), Killed(2, 3, "data")), HSDP, env=CONTINUE, outlives=True)
 
 
-def test_none_is_started_in_the_place_of_a_lost_rank(tmp_path: Path) -> None:
-    killed = (Killed(2, 3, "forward"),)
-    results = run_ranks(train, 4, killed, HSDP, tmp_path, env=REPLACE, replaces=2, timeout=60)
-    assert [result is None for result in results] == [False, False, True, True]
+@pytest.mark.parametrize(
+    ("rank", "setup"),
+    [
+        (3, HSDP._replace(waits=(4,))),  # behind the last update of an epoch
+        (0, HSDP._replace(waits=(5,), ema_decay=0.5)),
+        (2, HSDP._replace(waits=(2,), num_steps=2, by_tokens=True, even_batches=False)),
+    ],
+    ids=str,
+)
+def test_a_replica_returns_between_two_updates(rank: int, setup: Setup, tmp_path: Path) -> None:
+    left = [2, 3, 0, 1] if rank == 0 else [0, 1, 2, 3]
+    check(tmp_path, (Killed(rank, 3, "forward"),), setup, left=left)
+
+
+def test_replicas_return_one_after_the_other(tmp_path: Path) -> None:
+    """One of them is lost again, and the first one in the end, which is not replaced then."""
+    killed = (Killed(2, 1, "backward"), Killed(3, 8, "reduction"), Killed(0, 15, "vote"))
+    check(tmp_path, killed, HSDP._replace(waits=(3, 6)), left=[2, 3])
+
+
+def test_a_rank_is_lost_while_its_replica_connects(tmp_path: Path) -> None:
+    """The others of it end, and those that took it in go on."""
+    run = functools.partial(run_ranks, train_joining, lost=4)
+    check(tmp_path, (Killed(2, 3, "backward"),), HSDP._replace(waits=(4,)), left=[0, 1], run=run)
+
+
+def die_at_first(killed: tuple[Killed, ...], setup: Setup, folder: Path) -> Any:
+    """Train; the first process that is started in the place of rank 2 is killed before it waits to join."""
+    number = os.environ.get(RETURNS_VARIABLE, "")
+    if number.startswith("4/"):
+        kill_oneself()
+    if number.startswith(("6/", "7/")):
+        test_lost_ranks.wait_for_others = lambda *_: None  # they wait for the first replica already
+    return train(killed, setup, folder)
+
+
+def test_a_rank_is_lost_before_its_replica_returns(tmp_path: Path) -> None:
+    """The others of it, which wait to join, end, and another replica is started."""
+    setup = HSDP._replace(waits=(4, 99))  # two replicas, of which one gets there
+    run = functools.partial(run_ranks, die_at_first)
+    check(tmp_path, (Killed(2, 3, "backward"),), setup, left=[0, 1, 2, 3], run=run)
 
 
 def train_exchanging(killed: tuple[Killed, ...], setup: Setup) -> Any:
@@ -131,7 +181,7 @@ def say_why() -> list[str]:
 
 def test_refuses_by_name() -> None:
     able, takes, of_torch, of_fp16, of_optimizers = run_ranks(say_why, 4, env=REPLACE)[0]
-    assert (able, takes) == ("yes", "replicas of shards take in none")
+    assert (able, takes) == ("yes", "yes")
     assert of_torch.endswith("cannot begin a forward of FSDP2 again (2.13 can)")
     assert of_fp16 == "the ranks of a replica exchange overflows of fp16 in each step"
     assert of_optimizers == "its model has several optimizers, and a rank may be lost between their steps"

@@ -327,7 +327,12 @@ def test_workers_go_on_without_one_that_is_killed(launched: Callable[[str], Laun
     assert "rank 2 is 1 of 2, 7 micro-batches" in output
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13 begins a forward of FSDP2 again")
+begins_again = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13 begins a forward of FSDP2 again"
+)
+
+
+@begins_again
 def test_workers_go_on_without_the_replica_of_one_that_is_killed(launched: Callable[[str], Launched]) -> None:
     code, output, *_ = launched("the other replica goes on")
     assert code == 0, output
@@ -349,7 +354,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 samples = torch.arange(6000.0).reshape(6000, 1) / 6000
 model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(samples, 2))
 size = os.environ["WORLD_SIZE"]
-if os.environ.get("ACCEL_TRAINER_RETURNS_AS") == f"{size}/{size}":
+if os.environ.get("ACCEL_TRAINER_RETURNS_AS", "").startswith(f"{size}/{size}/"):
     sys.exit(3)
 if sys.argv[1] != "forget":
     accelerator.load_state("nowhere", missing_ok=True)
@@ -366,7 +371,8 @@ for batch in loader:
     after += accelerator.num_processes == int(size) and (updates > 3 or not is_first)
     if after == 3 or updates > 3 and sys.argv[1] == "forget":
         break
-weight = accelerator.unwrap_model(model).weight.item()
+weight = accelerator.unwrap_model(model).weight
+weight = (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).item()
 said = f"rank {os.environ['RANK']} is {accelerator.process_index} of {accelerator.num_processes}, {weight:.12f}"
 sys.stdout.write(said + "\\n")
 accelerator.end_training()
@@ -374,11 +380,15 @@ accelerator.end_training()
 
 
 def replacing(action: str, size: int) -> tuple[str, str, str]:
-    return f"--num_processes {size} --on_rank_loss replace --max_restarts 2", RETURNED, action
+    shards = " --use_fsdp --parallel_dp_replicate_size 2" * (action == "shards")
+    return f"--num_processes {size}{shards} --on_rank_loss replace --max_restarts 2", RETURNED, action
 
 
 # A rank returns beside one, or beside several in tests/accelerator/test_lost_ranks.py, too.
-@pytest.mark.parametrize(("action", "size"), [beyond(("load", 3)), ("load", 2), ("forget", 3)])
+@pytest.mark.parametrize(
+    ("action", "size"),
+    [beyond(("load", 3)), ("load", 2), ("forget", 3), pytest.param("shards", 4, marks=begins_again)],
+)
 def test_another_is_started_in_the_place_of_a_worker_that_is_killed(
     action: str, size: int, launched: Callable[[str], Launched]
 ) -> None:
@@ -388,7 +398,7 @@ def test_another_is_started_in_the_place_of_a_worker_that_is_killed(
     if action == "forget":
         assert "go on without it, and none is started in its place: the loop has not called load_state()" in output
         return
-    left = size - 1
+    left = 2 if action == "shards" else size - 1
     assert f"the {left} that are left go on without it; another is started in its place (1 of 2)" in output
     assert re.search(
         rf"failed with exit code 3; the {left} .* go on without it; another .* in its place \(2 of 2\)", output
@@ -399,7 +409,7 @@ def test_another_is_started_in_the_place_of_a_worker_that_is_killed(
     )
     found = dict(re.findall(r"rank (\d) is (\d of \d, .*)", output))
     weight = found["0"].rpartition(", ")[2]
-    assert found == {str(rank): f"{(rank - 1) % size} of {size}, {weight}" for rank in range(size)}
+    assert found == {str(rank): f"{(rank + left) % size} of {size}, {weight}" for rank in range(size)}
 
 
 def test_workers_that_cannot_go_on_without_another_are_started_again(launched: Callable[[str], Launched]) -> None:

@@ -165,7 +165,7 @@ def test_all_that_are_left_meet_before_any_of_them_connects(num_members: int) ->
 
 
 def call_collectives() -> dict[str, Any]:
-    join_alike_group(3, 60)
+    join_alike_group(0, 3, 60)
     objects: list[Any] = [None] * 3
     dist.all_gather_object(objects, {"own": 1})
     sent: list[Any] = ["own"]

@@ -121,10 +121,10 @@ def undisturbed(folder: Path, num_steps: int) -> Any:
 
 
 def check(
-    folder: Path, rank: int, results: list[Any], num_steps: int, *, returns: bool = False, left: Sequence[int] = ()
+    folder: Path, rank: int, results: list[Any], num_steps: int, *, num_returned: int = 0, left: Sequence[int] = ()
 ) -> None:
     values, evaluations, losses, facts, _ = undisturbed(folder.parent, num_steps)
-    left = left or [each for each in range(4) if each != rank] + [rank] * returns
+    left = left or [each for each in range(4) if each != rank] + [rank] * num_returned
     for number, each in enumerate(left):
         found = results[each]
         assert found[4] == (len(left), number == 0)
@@ -132,7 +132,7 @@ def check(
         for name, value in values.items():
             assert (found[0][name] - value).abs().max() < 1e-6, name
         num_missed = len(evaluations) - len(found[1])
-        assert bool(num_missed) == (returns and each == rank)
+        assert bool(num_missed) == (each in left[len(left) - num_returned :])
         for own, expected in zip(found[1], evaluations[num_missed:], strict=True):
             assert own == pytest.approx(expected, abs=1e-6)
         assert not found[2] or found[2][-3:] == pytest.approx(losses[-3:], abs=1e-4)
@@ -214,4 +214,9 @@ def test_a_rank_behind_the_others_is_given_their_update(
 def test_a_rank_returns_between_two_updates(rank: int, num_steps: int, waits_at: int, tmp_path: Path) -> None:
     """In the middle of an epoch, and between two: one has 7 updates, or 4."""
     results = run_ranks(train, 4, tmp_path, rank, num_steps, env=REPLACE, replaces=1, timeout=90, waits_at=waits_at)
-    check(tmp_path, rank, results, num_steps, returns=True)
+    check(tmp_path, rank, results, num_steps, num_returned=1)
+
+
+def test_a_replica_of_shards_returns_between_two_updates(tmp_path: Path) -> None:
+    results = run_ranks(train, 4, tmp_path, 1, options=HSDP, env=REPLACE, replaces=1, timeout=90, waits_at=4)
+    check(tmp_path, 1, results, 1, num_returned=2, left=[2, 3, 0, 1])

@@ -29,7 +29,8 @@ PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 RESERVED_VARIABLES = {
     LAUNCH_VARIABLE: "the configuration file and the flags of `accel-trainer launch`, as JSON",
     ATTEMPT_VARIABLE: "how often the workers of a job on several machines were started again, and the job's name",
-    RETURNS_VARIABLE: "number of a process that is started in the place of a lost rank, and of those started at first",
+    RETURNS_VARIABLE: "number of a process that is started in the place of a lost rank, of those started at first, and "
+    "of ranks of a replica",
     LEVEL_VARIABLE: "level of the package's log messages: debug, info, warning, ...",
 }
 """Variables with our prefix that are not options of the tree."""
