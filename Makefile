@@ -96,7 +96,7 @@ test-families
 test-faults
 test-losses
 test-losses LOSS_ARGS="--random 60 --returns"
-test-losses LOSS_ARGS="--random 12 --hsdp"
+test-losses LOSS_ARGS="--random 12 --hsdp --returns"
 test-slow-ranks
 test-stores
 soak
