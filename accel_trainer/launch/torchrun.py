@@ -360,17 +360,12 @@ class _Agent(LocalElasticAgent):
         is_running = bool(self._running())
         if (notice := self._notice) is None:
             return False
-        exits = [each for each in self.exits if each.pid not in self._outlived]
-        for exit_ in [each for each in exits if each.code or notice.awaits(each.rank)]:
-            if not exit_.code:  # it has ended with its replica
-                self._outlived.add(exit_.pid)
-                forget_worker(self, exit_.rank)
-                self._start_anew(worker_group, exit_.rank, notice)
-                continue
+        self._start_with_replicas(worker_group, notice)
+        for exit_ in [each for each in self.exits if each.code and each.pid not in self._outlived]:
             running = [rank for rank in self._running() if notice.is_member(rank)]
             left = notice.going_on(running)
-            # One that has not joined the others is nobody's to wait for, however it ends.
-            if not notice.forget(exit_.rank):
+            # One that has not joined the others, or goes with its replica, is nobody's to wait for, however it ends.
+            if not (notice.forget(exit_.rank) or notice.is_lost(exit_.rank)):
                 if exit_.code > 0:
                     is_running = False
                     continue
@@ -405,6 +400,14 @@ class _Agent(LocalElasticAgent):
                 return f", and none is started in its place: {reason}"
         self._start_anew(worker_group, rank, notice)
         return f"; another is started in its place ({notice.num_replaced} of {launch.max_restarts})"
+
+    def _start_with_replicas(self, worker_group: Any, notice: LossNotice) -> None:
+        """Start workers in the place of those that have ended with their replica, where one is started in its place."""
+        for exit_ in [each for each in self.exits if not each.code and each.pid not in self._outlived]:
+            if notice.awaits(exit_.rank):
+                self._outlived.add(exit_.pid)
+                forget_worker(self, exit_.rank)
+                self._start_anew(worker_group, exit_.rank, notice)
 
     def _start_anew(self, worker_group: Any, rank: int, notice: LossNotice) -> None:
         pid = start_worker_anew(self, rank, {**os.environ, **notice.replace(rank)})
