@@ -330,10 +330,10 @@ class LostRanks:
         said = survivors.agree(self._facts(accelerator, replica), group_timeout().total_seconds())
         gone = ", ".join(map(str, sorted({*before} - {*survivors.members})))
         places = dict(zip(survivors.members, said, strict=True))
-        has_joined = self._settle(said, replica, gone, error)
+        self._settle(said, replica, gone, error)
         if survivors.members == before:
             return
-        num_left = self._meet_again(accelerator, places, has_joined=has_joined)
+        num_left = self._meet_again(accelerator, places)
         if gone:
             logger.warning(
                 "rank %s of the %d that the launcher has started is lost; the %d that are left go on after update %d, "
@@ -366,12 +366,8 @@ class LostRanks:
             "has_voted": self._is_in_update and self._has_voted,
         }
 
-    def _settle(self, said: list[dict[str, Any]], replica: int | None, gone: str, error: BaseException | None) -> bool:
-        """Let `replica` join where all have come for that; return whether it does.
-
-        Raises:
-            RankLostError: ranks are `gone`, and the others cannot go on.
-        """
+    def _settle(self, said: list[dict[str, Any]], replica: int | None, gone: str, error: BaseException | None) -> None:
+        """Let `replica` join where all have come for that; raise where ranks are `gone` and the others cannot go on."""
         reason = why_not_level(said)
         if reason and gone:
             raise RankLostError(
@@ -379,9 +375,8 @@ class LostRanks:
                 "again, where --max_restarts says so"
             ) from error
         # Others may have come to meet because of a loss: the rank that waits can join behind it.
-        if replica is None or {each["joins"] for each in said} != {replica}:
-            return False
-        return self._survivors.settle(replica, reason)
+        if replica is not None and {each["joins"] for each in said} == {replica}:
+            self._survivors.settle(replica, reason)
 
     # --- ranks that return ----------------------------------------------------------------------------------------
 
@@ -426,8 +421,7 @@ class LostRanks:
             write_stderr(f"a process that was started in the place of a lost rank ends: {refused}")
             raise SystemExit(0)
         try:
-            rejoin(accelerator.process, survivors)
-            self._share_out(accelerator)
+            self._join_group(accelerator)
             state = receive(accelerator.process.rank % survivors.replica_size, accelerator.process.device)
             take_state(accelerator, state["accelerator"], survivors.rank)
             self._take_place(accelerator, state["place"])
@@ -439,6 +433,22 @@ class LostRanks:
             sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGKILL)
         return True
+
+    def _join_group(self, accelerator: Accelerator) -> None:
+        """Take part in what `_meet_again` of the others does, in a process that joins them."""
+        survivors = self._survivors
+        while True:
+            rejoin(accelerator.process, survivors)
+            members = survivors.members
+            try:
+                self._share_out(accelerator)
+            except RuntimeError as error:
+                if not self.is_loss(error):
+                    raise
+            if self._votes:
+                survivors.agree({}, group_timeout().total_seconds())
+            if survivors.members == members:
+                break
 
     def _why_not_joined(self, replica: int | None) -> str:
         """Return why one that returns cannot be told where the others are; empty for nobody."""
@@ -477,7 +487,7 @@ class LostRanks:
                 loader.resize(self.num_shards, 0)
                 loader.share_out(self.left, 0, 0)
 
-    def _meet_again(self, accelerator: Accelerator, said: Mapping[int, dict[str, Any]], *, has_joined: bool) -> int:
+    def _meet_again(self, accelerator: Accelerator, said: Mapping[int, dict[str, Any]]) -> int:
         """Go on in the group of the members, level with the foremost; return how many were here. All of them call it.
 
         `said`: by each of them, where they met. Where more are lost meanwhile, it is done again.
@@ -488,7 +498,7 @@ class LostRanks:
             members = survivors.members
             # Where all that were ahead are lost by now, the others begin together again.
             places = Places.of({rank: each for rank, each in said.items() if rank in members}, survivors.rank)
-            if has_joined or not (places.behind or self._votes):
+            if not (places.behind or self._votes):
                 self._share_out(accelerator)
                 break
             given = self._catch_up(accelerator, places)

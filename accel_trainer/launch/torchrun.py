@@ -362,10 +362,10 @@ class _Agent(LocalElasticAgent):
             return False
         self._start_with_replicas(worker_group, notice)
         for exit_ in [each for each in self.exits if each.code and each.pid not in self._outlived]:
-            running = [rank for rank in self._running() if notice.is_member(rank)]
-            left = notice.going_on(running)
+            running, left = self._members(notice)
             # One that has not joined the others, or goes with its replica, is nobody's to wait for, however it ends.
-            if not (notice.forget(exit_.rank) or notice.is_lost(exit_.rank)):
+            goes_along = notice.is_lost(exit_.rank)
+            if not (goes_along or notice.forget(exit_.rank)):
                 if exit_.code > 0:
                     is_running = False
                     continue
@@ -376,7 +376,7 @@ class _Agent(LocalElasticAgent):
                 notice.tell(exit_.rank)
             self._outlived.add(exit_.pid)
             forget_worker(self, exit_.rank)
-            then = self._start_in_place(worker_group, exit_.rank, notice, left)
+            then = self._start_in_place(worker_group, exit_.rank, notice, left, goes_along=goes_along)
             write_stderr(
                 f"accel-trainer launch: {_describe(exit_)}; the {len(left)} that are left go on without it{then}"
             )
@@ -388,12 +388,24 @@ class _Agent(LocalElasticAgent):
         has_failed = any(each.code > 0 and each.pid not in self._outlived for each in self.exits)
         return reason or "another rank has failed" * has_failed
 
-    def _start_in_place(self, worker_group: Any, rank: int, notice: LossNotice, left: list[int]) -> str:
-        """Start a worker in the place of one that the others have outlived, if that is asked for; say what follows."""
+    def _members(self, notice: LossNotice) -> tuple[list[int], list[int]]:
+        """Return the running workers that are with the others, and those of them whose replicas are whole."""
+        running = [rank for rank in self._running() if notice.is_member(rank)]
+        return running, notice.going_on(running)
+
+    def _start_in_place(
+        self, worker_group: Any, rank: int, notice: LossNotice, left: list[int], *, goes_along: bool
+    ) -> str:
+        """Start a worker in the place of one that the others have outlived, if that is asked for; say what follows.
+
+        `goes_along`: another of its replica was lost before, and started anew, if that was.
+        """
         launch = self._job.launch
         if launch.on_rank_loss is not RankLossAction.REPLACE or not left:
             return ""
         if not notice.awaits(rank):
+            if goes_along:
+                return ""
             if notice.num_replaced >= launch.max_restarts:
                 return f", and none is started in its place: {launch.max_restarts} (max_restarts) have been"
             if reason := notice.why_not_replaced(left):
@@ -404,7 +416,7 @@ class _Agent(LocalElasticAgent):
     def _start_with_replicas(self, worker_group: Any, notice: LossNotice) -> None:
         """Start workers in the place of those that have ended with their replica, where one is started in its place."""
         for exit_ in [each for each in self.exits if not each.code and each.pid not in self._outlived]:
-            if notice.awaits(exit_.rank):
+            if notice.awaits(exit_.rank) and self._members(notice)[1]:
                 self._outlived.add(exit_.pid)
                 forget_worker(self, exit_.rank)
                 self._start_anew(worker_group, exit_.rank, notice)

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -40,6 +40,8 @@ PREFIX = "accel_trainer/rank_loss"
 _POLL_SECONDS = 0.1
 _SILENCE = timedelta(days=20)
 """For which a rank waits for a word of the launcher at once: torch polls in milliseconds that fit 32 bits."""
+_NEVER = -1
+"""The boundary of a replica that does not join."""
 _WORD_SECONDS = 2.0
 """For the launcher, to say that a rank is gone whose connections have broken. It looks every 0.1 s by default."""
 _CONNECT_SECONDS, _CONNECT_ATTEMPTS = 5.0, 3
@@ -202,7 +204,7 @@ class LossNotice:
         number = self._numbers.get(rank)
         if number is None:
             return False
-        return self._store.compare_set(f"fate/{number // self._replica_size}", "", "gone") == b"gone"
+        return self._store.compare_set(f"fate/{number // self._replica_size}", "", "gone") != b"joined"
 
     def going_on(self, ranks: Sequence[int]) -> list[int]:
         """Return those of these ranks, the ones that run, whose replicas have all of theirs."""
@@ -532,35 +534,45 @@ class Survivors:
         past that one, since the exchange of the update before it needs this rank.
         """
         for replica in sorted({number // self.replica_size for number in self.returning}):
-            key = f"boundary/{replica}"
-            if not self._store.check([key]):
-                numbers = self._numbers_of(replica)
-                if not self._store.check([f"seen/{number}/{rank}" for number in numbers for rank in self.members]):
-                    continue
-                self._store.compare_set(key, "", str(num_updates + 1))
-            if num_updates >= int(self._store.get(key)):
+            boundary = self._choose_boundary(replica, num_updates + 1)
+            if boundary == _NEVER:
+                self._note_settled(self._numbers_of(replica))
+            elif boundary is not None and num_updates >= boundary:
                 return replica
         return None
 
-    def settle(self, replica: int, refused: str = "") -> bool:
-        """Let the ranks of one that returns be the last members, unless one has ended, or it is refused.
+    def _choose_boundary(self, replica: int, next_one: int) -> int | None:
+        """Return the boundary at which a replica joins, chosen once for all; None where it is not known to all yet."""
+        key = f"boundary/{replica}"
+        if not self._store.check([key]):
+            numbers = self._numbers_of(replica)
+            is_known = self._store.check([f"seen/{number}/{rank}" for number in numbers for rank in self.members])
+            if not (is_known or self._store.check([f"fate/{replica}"])):
+                return None
+            self._store.compare_set(key, "", str(next_one if is_known else _NEVER))  # one of it has ended
+        return int(self._store.get(key))
 
-        Every member calls it. Whether they are members now.
-        """
-        numbers = self._numbers_of(replica)
+    def _note_settled(self, numbers: Iterable[int]) -> None:
         with self._lock:
             self._settled.update(numbers)
-            self.returning = self.returning.difference(numbers)
+            self.returning = self.returning.difference(self._settled)
+
+    def settle(self, replica: int, refused: str = "") -> None:
+        """Let the ranks of one that returns be the last members, unless one has ended, or it is refused.
+
+        Every member calls it.
+        """
+        numbers = self._numbers_of(replica)
+        self._note_settled(numbers)
         if refused:
             self._store.set(f"refused/{replica}", refused)
         # The launcher says so of one that has ended: whoever is the first decides.
         fate = "refused" if refused else "joined"
         if self._store.compare_set(f"fate/{replica}", "", fate) != b"joined":
-            return False
+            return
         self.members = [*self.members, *numbers]
         facts = {"members": self.members, "meetings": self._num_meetings, "returning": sorted(self.returning)}
         self._store.set(f"admission/{replica}", json.dumps(facts))  # the same from all of them
-        return True
 
     def wait_for_admission(self) -> str:
         """Wait until the others take this process in, and be a member then; return why they do not, or empty."""

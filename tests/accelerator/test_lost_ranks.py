@@ -524,11 +524,11 @@ def train_joining(killed: tuple[Killed, ...], setup: Setup, folder: Path, lost: 
         lost_ranks.rejoin,
     )
 
-    def settle_late(self: Survivors, returning: int, refused: str = "") -> bool:
+    def settle_late(self: Survivors, returning: int, refused: str = "") -> None:
         if lost == 4 and number == 3:
             wait_until(lambda: lost in self.lost)
             time.sleep(0.5)
-        return settle(self, returning, refused)
+        settle(self, returning, refused)
 
     def wait_late(self: Survivors) -> str:
         refused = wait(self)

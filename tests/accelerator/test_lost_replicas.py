@@ -133,6 +133,24 @@ def test_a_rank_is_lost_while_its_replica_connects(tmp_path: Path) -> None:
     check(tmp_path, (Killed(2, 3, "backward"),), HSDP._replace(waits=(4,)), left=[0, 1], run=run)
 
 
+def train_meshing(killed: tuple[Killed, ...], setup: Setup, folder: Path) -> Any:
+    """Train; the first process that is started in the place of rank 2 is killed where the others make its groups."""
+    rejoin = FSDP2Unit.rejoin
+
+    def rejoin_or_die(self: FSDP2Unit) -> None:
+        if os.environ.get(RETURNS_VARIABLE, "").startswith("4/"):
+            kill_oneself()
+        rejoin(self)
+
+    FSDP2Unit.rejoin = rejoin_or_die  # type: ignore[method-assign]
+    return train(killed, setup, folder)
+
+
+def test_a_rank_is_lost_while_groups_of_its_replica_are_made(tmp_path: Path) -> None:
+    run = functools.partial(run_ranks, train_meshing)
+    check(tmp_path, (Killed(2, 3, "backward"),), HSDP._replace(waits=(4,)), left=[0, 1], run=run)
+
+
 def die_at_first(killed: tuple[Killed, ...], setup: Setup, folder: Path) -> Any:
     """Train; the first process that is started in the place of rank 2 is killed before it waits to join."""
     number = os.environ.get(RETURNS_VARIABLE, "")
