@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.errors import RankLostError
 from accel_trainer.runtime import rank_loss
 from accel_trainer.runtime.process import init_process, read_environment
@@ -102,6 +103,49 @@ def lose_replicas() -> tuple[list[int], str, int]:
 
 def test_a_rank_goes_with_its_replica_and_all_where_none_is_whole() -> None:
     assert run_ranks(lose_replicas, 1)[0] == ([2, 3], "every replica (dp_replicate_size) has lost a rank", 0)
+
+
+def replace_replicas() -> list[Any]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    notice, own = LossNotice(store, 4), dist.PrefixStore(rank_loss.PREFIX, store)
+    own.set("replica_size", "2")
+    notice.tell(3)
+    notice.tell(2)  # which goes with it
+    found = [notice.lost, notice.is_lost(2), notice.is_lost(0), notice.awaits(2)]
+    found += [notice.replace(3), notice.awaits(2), notice.replace(2), notice.awaits(2), notice.num_replaced]
+    found += [notice.forget(0), notice.forget(2), notice.replace(2), notice.awaits(3), notice.replace(3)]
+    own.set("fate/3", "refused")
+    found.append(notice.forget(3))
+    notice.replace(3)
+    own.set("fate/4", "joined")
+    return [*found, notice.forget(3), notice.num_replaced]
+
+
+def test_the_launcher_starts_a_replica_as_often_as_one_has_ended() -> None:
+    """Of a process that was refused, or whose replica is lost already, nobody is told; of one that has joined, all."""
+    lost, goes_along, other, awaited, *found = run_ranks(replace_replicas, 1)[0]
+    assert (lost, goes_along, other, awaited) == ([3], True, False, False)
+    names = [value.get(RETURNS_VARIABLE) if isinstance(value, dict) else value for value in found]
+    assert names == ["5/4/2", True, "4/4/2", False, 1, False, True, "6/4/2", True, "7/4/2", True, False, 3]
+
+
+def ask_for_replicas() -> list[Any]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own, survivors = dist.PrefixStore(rank_loss.PREFIX, store), Survivors(store, 0, 2, replica_size=2)
+    survivors.returning = frozenset((2, 4, 5))  # 3 has not said that it waits
+    found: list[Any] = [survivors.find_due(7)]
+    for number in (4, 5):
+        for rank in (0, 1):
+            own.set(f"seen/{number}/{rank}", "")
+    found += [survivors.find_due(7), survivors.find_due(8)]
+    own.set("fate/1", "gone")
+    found += [survivors.find_due(7), survivors.returning, own.get("boundary/1")]
+    survivors.close()
+    return found
+
+
+def test_a_replica_of_which_a_rank_has_ended_is_waited_for_no_more() -> None:
+    assert run_ranks(ask_for_replicas, 1)[0] == [None, None, 2, None, {4, 5}, b"-1"]
 
 
 def wait_for_a_late_rank(folder: Path) -> bool:
