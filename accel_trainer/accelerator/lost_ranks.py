@@ -443,7 +443,7 @@ class LostRanks:
             try:
                 self._share_out(accelerator)
             except RuntimeError as error:
-                if not self.is_loss(error):
+                if not (self._votes and self.is_loss(error)):
                     raise
             if self._votes:
                 survivors.agree({}, group_timeout().total_seconds())
