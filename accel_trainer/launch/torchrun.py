@@ -179,6 +179,8 @@ def _guard(grace_seconds: int) -> Iterator[Callable[[str], None]]:
 
 
 def _run_agent(agent: _Agent) -> int:
+    global _raised
+    _raised = None
     try:
         result = agent.run()
     except SignalException as caught:
@@ -206,14 +208,20 @@ def _run_agent(agent: _Agent) -> int:
 
 _raised_seconds = float("-inf")
 """When a signal last ended something, by the monotonic clock."""
+_raised: int | None = None
+"""The last signal that did."""
 
 
 def _raise_signal(number: int, _frame: Any) -> None:
-    global _raised_seconds
+    global _raised_seconds, _raised
     now = time.monotonic()
     if now - _raised_seconds < _ONE_REQUEST_SECONDS:
         return
-    _raised_seconds = now
+    _raised_seconds, _raised = now, number
+    _raise_again(number)
+
+
+def _raise_again(number: int) -> None:
     raise SignalException(f"accel-trainer launch got {signal.Signals(number).name}", signal.Signals(number))
 
 
@@ -288,6 +296,8 @@ class _Agent(LocalElasticAgent):
             self._launchers = Launchers(store, machine, num_machines, hosts_store=hosts_store(self._job.launch))
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
+        if _raised is not None:  # in a weakref's callback, say, where Python ignores what is raised
+            _raise_again(_raised)
         self._see_ended()
         if self._takes_in(worker_group):
             return RunResult(state=WorkerState.HEALTHY)

@@ -542,6 +542,34 @@ def test_workers_save_although_nobody_reads_what_the_launcher_says(
     assert (tmp_path / "saved1").exists()
 
 
+LOST_SIGNAL = """
+import sys, weakref
+from accel_trainer.launch.cli import main
+from accel_trainer.launch import torchrun
+raise_signal = torchrun._raise_signal
+class Owner:
+    pass
+def raise_in_callback(number, frame):
+    owner = Owner()
+    ref = weakref.ref(owner, lambda _: raise_signal(number, frame))
+    del owner
+torchrun._raise_signal = raise_in_callback
+sys.exit(main())
+"""
+
+
+def test_a_signal_that_comes_where_python_ignores_errors_is_passed_on(tmp_path: Path) -> None:
+    """In a weakref's callback, or a finalizer."""
+    words = [sys.executable, write(tmp_path, LOST_SIGNAL, "launcher.py"), "launch", *TWO, write(tmp_path, SIGNALS)]
+    with subprocess.Popen([*words, "save"], cwd=ROOT, stderr=subprocess.PIPE, text=True) as launcher:
+        wait_for(*ready(tmp_path))
+        launcher.send_signal(signal.SIGTERM)
+        _, said = launcher.communicate(timeout=60)
+    assert "Exception ignored in" in said
+    assert launcher.returncode == 85, said
+    assert (tmp_path / "saved1").exists()
+
+
 PREEMPTED = """
 import os, signal, sys, time
 from accel_trainer import Accelerator
