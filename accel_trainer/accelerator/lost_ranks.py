@@ -92,7 +92,6 @@ class LostRanks:
         """Of the last collective of the loop that this rank has ended: the same on all ranks."""
         self._given: list[Any] | None = None
         """What this rank lacked, and others had: the result of a collective, or with an update's state its number."""
-        self._takes_others = False
         self._num_owed = 0
         """Micro-batches that others have begun beyond this rank, and given up: it gives up as many."""
         self._is_aside = False
@@ -245,9 +244,8 @@ class LostRanks:
             self.announce()
 
     def announce(self) -> None:
-        """Tell the launcher whether this rank could go on without others, and take in one in their place."""
+        """Tell the launcher whether this rank could go on without others."""
         self._survivors.announce(self._why_never())
-        self._announce_taking()
 
     # --- whether to go on -------------------------------------------------------------------------------------------
 
@@ -382,12 +380,7 @@ class LostRanks:
 
     def take_others(self) -> None:
         """Have the launcher start others in the place of ranks that are lost: this run can tell them where it is."""
-        self._takes_others = True
-        self._announce_taking()
-
-    def _announce_taking(self) -> None:
-        if self._takes_others:
-            self._survivors.announce("", "takes")
+        self._survivors.announce("", "takes")
 
     def admit(self, loader: PreparedDataLoader | None = None) -> bool:
         """Take in ranks that wait to join, where all members have come between two updates for that.

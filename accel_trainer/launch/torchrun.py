@@ -208,8 +208,8 @@ def _run_agent(agent: _Agent) -> int:
 
 _raised_seconds = float("-inf")
 """When a signal last ended something, by the monotonic clock."""
-_raised: int | None = None
-"""The last signal that did."""
+_raised: SignalException | None = None
+"""How the last one did."""
 
 
 def _raise_signal(number: int, _frame: Any) -> None:
@@ -217,12 +217,9 @@ def _raise_signal(number: int, _frame: Any) -> None:
     now = time.monotonic()
     if now - _raised_seconds < _ONE_REQUEST_SECONDS:
         return
-    _raised_seconds, _raised = now, number
-    _raise_again(number)
-
-
-def _raise_again(number: int) -> None:
-    raise SignalException(f"accel-trainer launch got {signal.Signals(number).name}", signal.Signals(number))
+    _raised_seconds = now
+    _raised = SignalException(f"accel-trainer launch got {signal.Signals(number).name}", signal.Signals(number))
+    raise _raised
 
 
 @contextlib.contextmanager
@@ -297,7 +294,7 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         if _raised is not None:  # in a weakref's callback, say, where Python ignores what is raised
-            _raise_again(_raised)
+            raise _raised
         self._see_ended()
         if self._takes_in(worker_group):
             return RunResult(state=WorkerState.HEALTHY)

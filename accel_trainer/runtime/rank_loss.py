@@ -244,8 +244,8 @@ class LossNotice:
 
     def awaits(self, rank: int) -> bool:
         """Whether others of a rank's replica have been started anew, and it has not."""
-        place = rank // self._replica_size
-        return self._numbers.get(rank, rank) // self._replica_size != self._replicas.get(place, place)
+        size = self._replica_size
+        return self._numbers.get(rank, rank) // size != self._replicas.get(rank // size, rank // size)
 
     def replace(self, rank: int) -> dict[str, str]:
         """Announce a process in the place of a rank that is lost; return the variables that it is to be given."""
@@ -614,7 +614,7 @@ class _AlikeGroup(_ProcessGroup):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._own, self._num_ranks = rank, size
+        self._num_ranks = size
 
     def getBackendName(self) -> str:
         return _NAME
@@ -649,7 +649,7 @@ class _AlikeGroup(_ProcessGroup):
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         for part, parts in zip(outputs, inputs, strict=True):
-            part.copy_(parts[self._own])
+            part.copy_(parts[self.rank()])
         return completed_work(outputs)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
