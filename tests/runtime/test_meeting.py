@@ -13,6 +13,7 @@ from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime import collectives, meeting
 from accel_trainer.runtime.meeting import Meeting
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
+from accel_trainer.runtime.torch_private import default_group, set_group_timeout
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.runtime.meeting")
@@ -111,8 +112,9 @@ def test_a_rank_of_a_fake_group_meets_alone():
 
 def never_answer() -> Any:
     meeting._POLL_SECONDS = 1000.0
-    process = init_process(read_environment(), use_cpu=True, timeout_seconds=1)
+    process = join()
     one = Meeting(process)
+    set_group_timeout(default_group(), 1.0)  # here: a busy machine may take a second to connect
     if process.rank == 0:
         one.call(1)
         one.is_at(1)
