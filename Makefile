@@ -52,6 +52,8 @@ STORES := s3fs==2026.9.0 moto[s3]==5.2.5 flask==3.1.3 flask-cors==6.0.5
 
 # What to run: make test TESTS=tests/config PYTEST_ARGS="-x -k yaml"
 TESTS ?=
+# What stands around the package, which imports none of it.
+AROUND := $(addprefix tests/,benchmarks contrib documents examples gpu)
 MATRIX_TESTS ?= tests/trainer tests/strategies/parallel/test_sequence_parallel.py tests/test_imports.py
 # What other releases of torch and Python, and the lowest of all requirements, are tried with: each strategy trains, saves,
 # resumes and is compared; compile, precisions, launcher, reports of hangs, planner and private names.
@@ -133,8 +135,12 @@ demo: $(VENV)/.installed ## fine-tune a classifier under FSDP on two processes (
 		$$([ "$$gpus" -ge $(DEMO_RANKS) ] || echo --cpu) examples/finetune_classifier.py $(DEMO_ARGS)
 
 .PHONY: test
-test: $(VENV)/.installed ## run the tests
-	$(PYTEST) $(or $(TESTS),$(SHARED))
+test: $(VENV)/.built ## run the tests of the package
+	$(PYTEST) $(or $(TESTS),$(SHARED) $(AROUND:%=--ignore=%))
+
+.PHONY: test-around
+test-around: $(VENV)/.built ## run the tests of what stands around it: contrib, examples, documentation, benchmarks
+	$(PYTEST) $(SHARED) $(or $(TESTS),$(AROUND))
 
 .PHONY: test-cells
 test-cells: $(VENV)/.installed ## the cells of matrices (layout x behaviour, ...) beyond the sample that `make test` runs: about 7 minutes
@@ -282,6 +288,11 @@ $(VENV)/.torch: $(CONSTRAINTS) | $(VENV)/.created
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# DeepSpeed's collectives and a stand-in for an accelerator are compiled, and mypy reads transformers.
+$(VENV)/.built: tests/builds.py tests/stand_in.cpp $(VENV)/.installed
+	$(BIN)/python -m tests.builds
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

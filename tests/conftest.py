@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import logging
 import multiprocessing.util
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -103,40 +101,6 @@ def early_fork_server(own_temporary_files: None) -> None:
             ranks.start_fork_server()
 
 
-# mypy reads transformers, and the stand-in for an accelerator is compiled: a minute, beside other tests.
-_EARLY = """
-from tests import stand_in, test_user_types
-test_user_types.read_script()
-stand_in.build()
-"""
-_early_builds: list[subprocess.Popen[bytes]] = []
-
-
-def _begin_early_build(code: str, *words: str, **environ: str) -> None:
-    """Start what tests would wait for; where it fails, they build it themselves and say why."""
-    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    command, variables = [*words, sys.executable, "-c", code], {**os.environ, **environ}
-    _early_builds.append(subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **silent))
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Begin what workers of the whole suite would wait for; which tests they collect is not known here."""
-    config = session.config
-    is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS and not config.option.markexpr
-    if is_whole and getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        _begin_early_build(_EARLY, "nice")
-        if importlib.util.find_spec("deepspeed") is not None:
-            _begin_early_build(_COMPILE, DS_ACCELERATOR="cpu")  # the workers collect tests meanwhile
-
-
-def pytest_sessionfinish() -> None:
-    """End what nobody waited for."""
-    for build in _early_builds:
-        if build.poll() is None:
-            os.killpg(build.pid, signal.SIGKILL)  # with mypy and the compiler
-            build.wait()
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
     """Collect tests without looking for garbage: what they import makes 2 million objects that all stay."""
@@ -168,53 +132,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if "torch" in sys.modules:
         # As in the ranks. Threads gain nothing with such small tensors, and wait for each other on a busy machine.
         sys.modules["torch"].set_num_threads(1)
-    is_one_of_several = hasattr(session.config, "workerinput")
-    if not is_one_of_several and any("test_user_types" in item.nodeid for item in session.items):
-        _begin_early_build(_EARLY, "nice")
     needed = any("deepspeed" in item.nodeid or "zero" in item.nodeid for item in session.items)
-    if needed and not session.config.option.collectonly and importlib.util.find_spec("deepspeed") is not None:
+    if needed and not session.config.option.collectonly:
+        from tests.builds import compile_collectives  # not where test_harness.py tries this file by itself
+
         compile_collectives()
-
-
-_COMPILE = """
-from accel_trainer.integrations.deepspeed import runtime
-from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-
-# A lock that no process here holds is that of one that was killed: tests share the folder with no other machine.
-runtime._PATIENCE_SECONDS, runtime._ABANDONED_SECONDS = 2.0, 0.0
-with runtime.watch_locks():
-    ShareMemCommBuilder().load()
-"""
-
-
-def _are_compiled() -> bool:
-    """Return whether they are there, of this torch: asking DeepSpeed takes each worker some seconds of a core."""
-    torch, folder = importlib.util.find_spec("torch"), os.environ.get("TORCH_EXTENSIONS_DIR", "")
-    library = Path(folder, "deepspeed_shm_comm", "deepspeed_shm_comm.so")
-    if torch is None or torch.origin is None or not library.exists() or library.with_name("lock").exists():
-        return False
-    return library.stat().st_mtime > os.stat(torch.origin).st_mtime
-
-
-def compile_collectives() -> None:
-    """Have DeepSpeed compile its collectives for the CPU: up to minutes, which no test should have to wait for.
-
-    Whose lock that waits for is said at once; pytest ends where nobody holds it, or where they cannot be compiled.
-    """
-    if _are_compiled():
-        return
-    environ = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-c", _COMPILE]
-    said = []
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    ) as process:
-        for line in process.stderr or ():
-            said.append(line)
-            if "waits for the lock" in line:
-                print(line, end="", file=sys.stderr, flush=True)
-    if process.returncode:
-        pytest.exit(f"DeepSpeed's collectives cannot be compiled: {''.join(said)[-2000:]}", returncode=1)
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.utils import cpp_extension
 
 from tests import warm
+from tests.builds import compile_collectives
 from tests.cells import crossed
-from tests.conftest import compile_collectives
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("deepspeed")
