@@ -84,6 +84,7 @@ class Decisions:
     def meet_anew(self) -> None:
         """Go on with the ranks that are left; this rank's wish stays. Every one of them calls it."""
         self._meeting.close(is_failed=False)
+        # From 0 on all ranks: one that has joined has passed no position of the meeting before.
         self._meeting, self._position = Meeting(self._process), 0
         if self._wishes:
             self._meeting.call(1)
@@ -158,6 +159,8 @@ class Decisions:
     def _exchange_now(self, control: TrainerControl, can: int) -> None:
         self._position += 1
         owns, wishes, is_called = self._gather(flags_of(control))
+        # All ranks come here without a call. One that was made meanwhile has this for its meeting: nobody would come to
+        # another one.
         if is_called:
             self._meeting.adjourn(self._position)
         else:

@@ -263,6 +263,7 @@ class Resumption:
         process = trainer.accelerator.process
         name = f"rng_state_{process.rank}.pth" if process.is_distributed else "rng_state.pth"
         if not self._has_same_ranks(trainer):
+            # numpy takes no larger seed. The update is in it, or a run that resumes twice would draw the same twice.
             set_seed(mix_seed(trainer.args.seed, trainer.state.global_step, trainer.accelerator.readers.rank) % 2**32)
             return False
         if (self.path / name).is_file():
