@@ -213,10 +213,21 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write a directory of shards as files for `from_pretrained`, on rank 0, as `merge-weights` does. Collective."""
-    process = current_process()
+    """Write a directory of shards as files for `from_pretrained`, on rank 0, as `merge-weights` does. Collective.
+
+    Raises:
+        ConfigError: `remove_checkpoint_dir` would remove more than shards, or what is written.
+    """
+    process, shards = current_process(), Path(checkpoint_dir)
     with raise_together(process, f"merge of {checkpoint_dir}"):
         if process.is_main:
+            is_within = Path(output_path).resolve().is_relative_to(shards.resolve())
+            if remove_checkpoint_dir and (is_within or not (shards / METADATA_NAME).is_file()):
+                raise ConfigError(
+                    f"remove_checkpoint_dir=True removes {shards.absolute()}, which "
+                    f"{f'{output_path} is in' if is_within else f'holds more than shards: it has no {METADATA_NAME}'}; "
+                    "give the directory of the shards itself, and another to write to, or remove it yourself"
+                )
             export_weights(Path(checkpoint_dir), Path(output_path), safe_serialization=safe_serialization)
             if remove_checkpoint_dir:
                 shutil.rmtree(checkpoint_dir)

@@ -522,7 +522,7 @@ def refuse_extra_files(directory: Path, manifest: Manifest) -> None:
     if extra:
         raise CorruptCheckpointError(
             f"{directory.absolute()} holds {', '.join(map(repr, extra[:5]))}, which its manifest does not name: "
-            f"something was added after the save. Move it out of the checkpoint, or "
+            f"something was added after the save. Move it out of the checkpoint, or load "
             f"{_way_out(directory, manifest, extra)}"
         )
 

@@ -50,7 +50,7 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
     if isinstance(value, Tensor):
         return {"$tensor": _put(value.detach(), tensors, path)}
     if isinstance(value, np.ndarray):
-        return {"$array": _put(torch.from_numpy(np.ascontiguousarray(value)), tensors, path)}
+        return {"$array": _put(torch.from_numpy(np.asarray(value, order="C")), tensors, path)}
     if isinstance(value, np.generic):
         return encode(value.item(), tensors, path)
     # JSON has no nan and no infinity; what Python writes for them (NaN) other readers refuse.

@@ -518,20 +518,20 @@ def current_process() -> ProcessContext:
 
 
 def find_attempt(environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return how often the workers of this job have been started again, and a name that their launcher's life has."""
+    """Return how often the workers of this job were started again, and a name of their launcher's life, or their own."""
     number, _, name = environ.get(ATTEMPT_VARIABLE, "").partition(":")
     if number.isdecimal() and name:
         return int(number), name
     text = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # torch's agent, which starts all of its workers again when one has failed. Pids come again: with the time at which
-    # it began the parent's is that of one life.
-    parent = os.getppid()
+    # torch's agent, which starts all of its workers again when one has failed. Without a launcher the parent may be a
+    # shell, whose next process is another job. Pids come again: with the time at which it began one is that of one life.
+    pid = os.getpid() if find_launch_info(environ) is None else os.getppid()
     try:
-        with open(f"/proc/{parent}/stat", encoding="utf-8", errors="replace") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             begun = file.read().rpartition(")")[2].split()[19]  # in ticks since the machine's start
     except (OSError, IndexError):  # not Linux: pids alone tell
         begun = ""
-    name = f"{socket.gethostname()}:{parent}:{begun}"  # not to be told: checkpoints hold it
+    name = f"{socket.gethostname()}:{pid}:{begun}"  # not to be told: checkpoints hold it
     return int(text) if text.isdecimal() else 0, hashlib.sha256(name.encode()).hexdigest()[:16]
 
 

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Mapping, Sized
 from contextlib import nullcontext
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -638,7 +639,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         self.end_local_updates(is_failed=False)
         self.accelerator.unit_of(self.model).adopt_averages()
-        with keeping_best(self), loading_by_override(self):
+        with keeping_best(self, Path(self._get_output_dir(trial=trial))), loading_by_override(self):
             output: TrainOutput = super()._finalize_training(trial, num_train_samples, start_time)
         return output
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 
 from accel_trainer import Accelerator
 from accel_trainer.accelerator.single_files import load, save
-from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
+from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.utils import (
     load_fsdp_model,
@@ -122,6 +123,22 @@ def save_and_load(folder: str) -> Any:
         load_fsdp_model(plugin, accelerator, wider, out)
     words += refused(lambda: save_fsdp_optimizer(plugin, accelerator, optimizer, wider, folder))
     return saved, loaded, words
+
+
+def test_only_shards_are_removed_once_they_are_merged(tmp_path: Path):
+    shards = tmp_path / "checkpoint" / "pytorch_model_fsdp_0"
+    dcp.save({"model": {"w": torch.ones(4)}}, storage_writer=dcp.FileSystemWriter(shards), no_dist=True)
+    (tmp_path / "checkpoint" / "notes.txt").touch()
+
+    with pytest.raises(ConfigError, match=r"removes \S+checkpoint, which holds more than shards: it has no \.metadata"):
+        merge_fsdp_weights(shards.parent, tmp_path / "merged", remove_checkpoint_dir=True)
+    with pytest.raises(ConfigError, match=r"removes \S+fsdp_0, which \S+merged is in; give"):
+        merge_fsdp_weights(shards, shards / "merged", remove_checkpoint_dir=True)
+    assert not (tmp_path / "merged").exists()
+    merge_fsdp_weights(shards, tmp_path / "merged", remove_checkpoint_dir=True)
+
+    assert load_file(tmp_path / "merged" / "model.safetensors")["w"].tolist() == [1.0] * 4
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["notes.txt"]
 
 
 def test_files_of_accelerates_functions_for_fsdp_are_written_and_read_by_any_layout(tmp_path: Path):

@@ -193,12 +193,14 @@ def test_plain_structures_come_back_equal_and_of_the_same_classes(value: Any):
 
 def test_tensors_arrays_and_nan_come_back():
     value = {"t": [torch.arange(3), (torch.tensor(1.5),)], "a": np.arange(2), "n": float("nan"), "s": np.float32(2)}
+    value |= {"of no axis": np.array(3.0)}
     restored = round_trip(value)
     assert torch.equal(restored["t"][0], torch.arange(3))
     assert restored["t"][1][0] == 1.5
     assert isinstance(restored["a"], np.ndarray)
     assert restored["n"] != restored["n"]
     assert restored["s"] == 2.0
+    assert restored["of no axis"].shape == ()
 
 
 def test_an_optimizer_state_comes_back():

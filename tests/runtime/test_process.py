@@ -25,9 +25,17 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime import process as process_module
 from accel_trainer.runtime.collectives import gather_object
 from accel_trainer.runtime.launchers import LaunchInfo
-from accel_trainer.runtime.process import _bound_device, _use_device, init_process, read_environment, select_device
+from accel_trainer.runtime.process import (
+    _bound_device,
+    _use_device,
+    find_attempt,
+    init_process,
+    read_environment,
+    select_device,
+)
 from accel_trainer.strategies.parallel.meshes import init_mesh
 from tests.ranks import RankFailure, preload, run_ranks
+from tests.warm import ALONE
 
 preload("accel_trainer.accelerator")
 
@@ -289,6 +297,16 @@ def wait_for_a_rank_that_stays_away() -> float:
 
 def test_a_collective_on_the_cpu_waits_no_longer_than_the_timeout():
     assert run_ranks(wait_for_a_rank_that_stays_away, 2)[0] < 20
+
+
+def name_of_job() -> str:
+    return find_attempt(read_environment())[1]
+
+
+def test_ranks_of_a_launcher_are_one_job_and_processes_of_a_shell_are_several():
+    first, second = run_ranks(name_of_job, 2)
+    assert first == second
+    assert run_ranks(name_of_job, 1, env=ALONE) != run_ranks(name_of_job, 1, env=ALONE)
 
 
 def test_an_address_that_is_missing_is_named():

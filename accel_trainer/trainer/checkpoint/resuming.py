@@ -389,16 +389,19 @@ def _select(trainer: Trainer, given: bool | str | os.PathLike[str], run_dir: Pat
             return selection
 
 
+def _has(name: str, value: Any, manifest: Manifest) -> bool:
+    """Whether the progress of a Trainer's checkpoint has a value."""
+    progress = manifest.metadata.get("trainer", {})
+    return isinstance(progress, dict) and progress.get(name) == value
+
+
 def find_own(run: RunCheckpoints, run_dir: Path) -> Path | bool | None:
     """Return the newest checkpoint of this train(), True where it is the newest of all, or None. Collective.
 
     Where rank 0's disk has none, as of a machine that took another's place, it is the newest of the store.
     """
     process = run.checkpointer.process
-
-    def is_own(manifest: Manifest) -> bool:
-        progress = manifest.metadata.get("trainer", {})
-        return isinstance(progress, dict) and progress.get("job") == run.job
+    is_own = partial(_has, "job", run.job)
 
     def find() -> Path | bool | str | None:
         if not process.is_main:
@@ -486,13 +489,18 @@ class _Rest:
 
 
 @contextmanager
-def keeping_best(trainer: Trainer) -> Iterator[None]:
-    """Name rank 0's best checkpoint on all ranks and, with `save_total_limit=1`, keep it alone. Collective."""
+def keeping_best(trainer: Trainer, run_dir: Path) -> Iterator[None]:
+    """Name rank 0's best checkpoint on all ranks and, with `save_total_limit=1`, keep it alone. Collective.
+
+    One of another run, whose directory it is in, leaves both directories as they are.
+    """
     # Upstream does so without verification: it would remove the last good checkpoint beside a best one that
     # is corrupt, and also directories that are no complete checkpoint of this Trainer.
     args, state = trainer.args, trainer.state
     # Each rank has looked for its directory by itself, and loading it is collective.
     best = gather_or_raise(trainer.accelerator.process, "end of training", None, state.best_model_checkpoint)[0]
+    if best is None and args.load_best_model_at_end and state.best_global_step:
+        best = _fetch_best(trainer, run_dir)
     state.best_model_checkpoint = best
     if args.load_best_model_at_end and best is None:
         logger.warning(
@@ -501,13 +509,22 @@ def keeping_best(trainer: Trainer) -> Iterator[None]:
             state.best_global_step,
         )
     limit = args.save_total_limit
-    if limit == 1 and best is not None:
+    if limit == 1 and best is not None and Path(best).parent.resolve() == run_dir.resolve():
         _retire_others(trainer, Path(best))
     args.save_total_limit = None if limit == 1 else limit
     try:
         yield
     finally:
         args.save_total_limit = limit
+
+
+def _fetch_best(trainer: Trainer, run_dir: Path) -> str | None:
+    """Copy the best checkpoint from the store, of a run that has lost its disk; None where it has none. Collective."""
+    checkpointer = trainer.run_checkpoints.checkpointer
+    find = partial(checkpointer.find_stored, partial(_has, "global_step", trainer.state.best_global_step))
+    process = checkpointer.process
+    found = gather_calls(process, "end of training", find if process.is_main else lambda: None)[0]
+    return None if found is None else str(checkpointer.fetch(found, run_dir))
 
 
 def _retire_others(trainer: Trainer, best: Path) -> None:

@@ -136,8 +136,9 @@ class SavingMethods(_Upstream):
         limit = args.save_total_limit
 
         def survivors() -> list[Path]:
-            best = state.best_model_checkpoint
-            return [target, run_dir / Path(best).name] if best else [target]
+            # Also one that is in the store alone: the run goes on on another machine.
+            best = {Path(state.best_model_checkpoint or target).name, f"{PREFIX}{state.best_global_step}"}
+            return [target, *(run_dir / name for name in best)]
 
         job = SaveJob(
             section=f"save of {target}",
@@ -367,8 +368,10 @@ def _write(trainer: Trainer, target: Path, staged: StagedDirectory) -> None:
             upstream_files.save_averages(trainer, staged)
     state = trainer.state
     if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST) and state.best_global_step:
-        best = target.with_name(f"{PREFIX}{state.best_global_step}")
-        if best == target or best.is_dir():  # this one is about to be
+        best, run = target.with_name(f"{PREFIX}{state.best_global_step}"), trainer.run_checkpoints
+        # This one is about to be. One that this run has not saved, nor that which it goes on from, is another's.
+        is_own = run.resumption is not None or state.best_global_step in run.running_losses
+        if best == target or (is_own and best.is_dir()):
             state.best_model_checkpoint = str(best)
     if not args.save_only_model:
         trainer._save_optimizer_and_scheduler(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import TrainerCallback
 
 from accel_trainer.errors import CorruptCheckpointError
 from tests.publishing import flip
+from tests.ranks import wait_until
 from tests.trainer_jobs import build_trainer
 
 
@@ -26,16 +28,28 @@ class DamageBest(TrainerCallback):
             flip(Path(state.best_model_checkpoint, self.name))
 
 
-def train_to_best(directory: Path, damaged: str | None = None, **changes: Any) -> Any:
+class AwaitUpload(TrainerCallback):
+    """Goes on once a checkpoint is in the store: one that waits for its turn gives way to the next."""
+
+    def __init__(self, uri: str) -> None:
+        self.store = Path(uri.removeprefix("file://"))
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        wait_until((self.store / f"checkpoint-{state.global_step}" / "COMMITTED").exists)
+
+
+def train_to_best(directory: Path, damaged: str | None = None, resumed: str | bool | None = None, **changes: Any) -> Any:
     """Train 4 updates, of which the second is the best, and return the Trainer."""
-    options = {"load_best_model_at_end": True, "save_total_limit": 1, "save_steps": 1, **changes}
+    options = {"load_best_model_at_end": True, "save_total_limit": 1, "save_steps": 1, "max_steps": 4, **changes}
+    callbacks: list[TrainerCallback] = [DamageBest(damaged)] if damaged else []
+    if "checkpoint_uri" in options:
+        callbacks.append(AwaitUpload(options["checkpoint_uri"]))
     trainer = build_trainer(
-        directory, max_steps=4, eval_strategy="steps", eval_steps=1, save_strategy="steps",
-        eval_samples=2, metric_for_best_model="score", greater_is_better=True,
-        options={"callbacks": [DamageBest(damaged)] if damaged else []}, **options,
+        directory, eval_strategy="steps", eval_steps=1, save_strategy="steps", eval_samples=2,
+        metric_for_best_model="score", greater_is_better=True, options={"callbacks": callbacks}, **options,
     )  # fmt: skip
     trainer.compute_metrics = lambda _: {"score": float(trainer.state.global_step == 2)}
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resumed)
     return trainer
 
 
@@ -53,6 +67,37 @@ def test_the_best_one_is_left_alone_beside_what_is_not_ours(tmp_path: Path):
     assert trainer.args.save_total_limit == 1
     for name, value in load_file(tmp_path / "checkpoint-2" / "model.safetensors").items():
         assert torch.equal(trainer.model.state_dict()[name], value), name
+
+
+def test_checkpoints_of_another_run_stay_where_the_best_one_is_its_own(tmp_path: Path):
+    train_to_best(tmp_path / "before", save_total_limit=None)
+
+    trainer = train_to_best(tmp_path / "now", resumed=str(tmp_path / "before" / "checkpoint-4"), max_steps=6)
+
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "before" / "checkpoint-2")
+    assert names(tmp_path / "before") == [f"checkpoint-{step}" for step in range(1, 5)]
+    assert names(tmp_path / "now") == ["checkpoint-6"]
+
+
+def test_the_best_one_comes_from_the_store_where_its_disk_is_lost(tmp_path: Path):
+    store = {"checkpoint_uri": f"file://{tmp_path}/store", "save_total_limit": 2}
+    train_to_best(tmp_path / "lost", **store)
+    shutil.rmtree(tmp_path / "lost")
+
+    trainer = train_to_best(tmp_path / "new", resumed=True, max_steps=6, **store)
+
+    assert names(tmp_path / "store")[-2:] == ["checkpoint-2", "checkpoint-6"]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "new" / "checkpoint-2")
+    for name, value in load_file(tmp_path / "new" / "checkpoint-2" / "model.safetensors").items():
+        assert torch.equal(trainer.model.state_dict()[name], value), name
+
+
+def test_a_checkpoint_of_an_earlier_run_is_not_the_best_of_this_one(tmp_path: Path):
+    train_to_best(tmp_path, save_total_limit=None)
+
+    trainer = train_to_best(tmp_path, save_steps=4, save_total_limit=None)
+
+    assert trainer.state.best_model_checkpoint is None
 
 
 @pytest.mark.parametrize("loads", [True, False])
