@@ -142,6 +142,22 @@ def test_a_run_of_several_epochs_resumes_at_the_row(tmp_path: Path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"seed": 7}, r"with data_seed=42, this run has 7, .* Resume with data_seed=42, or set ignore_data_skip=True"),
+        ({"packing_strategy": "bfd_split"}, r"with packing_strategy=bfd, this run has bfd_split, and its training data"),
+    ],
+)
+def test_rows_that_are_packed_otherwise_are_no_resume(tmp_path: Path, changes: dict[str, Any], found: str):
+    build(str(tmp_path), save_strategy="steps", save_steps=3).train()
+    checkpoint = str(tmp_path / "checkpoint-3")
+
+    with pytest.raises(IncompatibleCheckpointError, match=found):
+        build(str(tmp_path), **changes).train(resume_from_checkpoint=checkpoint)
+    build(str(tmp_path), ignore_data_skip=True, **changes).train(resume_from_checkpoint=checkpoint)
+
+
 def test_another_length_of_a_row_is_no_resume(tmp_path: Path):
     build(str(tmp_path), save_strategy="steps", save_steps=3).train()
     other = build(str(tmp_path))

@@ -34,6 +34,7 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import set_rng_state
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments, list_options
 from accel_trainer.trainer.checkpoint.upstream_files import PREFIX, pass_streams_name
+from accel_trainer.trainer.training_data import asks_for_packing
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
@@ -137,17 +138,37 @@ class Resumption:
 
     def _check_seed(self, args: TrainingArguments) -> None:
         """Refuse an epoch in another order than the checkpoint's."""
-        with as_corrupt(self.path / MANIFEST_NAME):
-            saved = self.saved_options
-            before = saved.get("seed") if saved.get("data.data_seed") == "null" else saved.get("data.data_seed")
-        data_seed = args.resolved.config.data.data_seed
-        now = str(args.seed if data_seed is None else data_seed)
+        before, now = self._data_seeds(args)
         if before not in (None, now):
             raise IncompatibleCheckpointError(
                 f"{how_to_go_on(args.resolved)}\n{self.path} is of a run whose order of samples has seed "
                 f"{before}, and with ignore_data_skip=True this one begins an epoch in the order of seed {now}. Set "
                 f"data_seed={before}; or leave ignore_data_skip out, and the checkpoint's order goes on"
             )
+
+    def _data_seeds(self, args: TrainingArguments) -> tuple[str | None, str]:
+        """Return the seeds of the order of the samples, the checkpoint's and this run's."""
+        with as_corrupt(self.path / MANIFEST_NAME):
+            saved = self.saved_options
+            before = saved.get("seed") if saved.get("data.data_seed") == "null" else saved.get("data.data_seed")
+        data_seed = args.resolved.config.data.data_seed
+        return before, str(args.seed if data_seed is None else data_seed)
+
+    def _compare_plan(self, args: TrainingArguments) -> None:
+        """Refuse packed rows, or a mixture, made otherwise than the checkpoint's: its place is one in those."""
+        names = ["packing_strategy", "max_length"] if asks_for_packing(args) and args.packing else []
+        names += ["dataset_mixture"] if args.resolved.config.dataset_mixture else []
+        if not names:
+            return
+        options = {option.name: option.value for option in list_options(args)}
+        values = {name: (self.saved_options.get(name), options[name]) for name in names}
+        for name, (before, now) in {**values, "data_seed": self._data_seeds(args)}.items():
+            if before not in (None, now):
+                raise IncompatibleCheckpointError(
+                    f"{self.path} was written with {name}={before}, this run has {now}, and its training data is made "
+                    f"by that: which samples are next is not known. Resume with {name}={before}, or set "
+                    "ignore_data_skip=True in TrainingArguments to begin an epoch of this run's"
+                )
 
     def _find_change(self, now: UpdateBatch) -> UpdateBatchChange | None:
         """Return how the number of samples in an update differs from that of the run which wrote the checkpoint."""
@@ -195,6 +216,8 @@ class Resumption:
         self.epoch, self.steps_left = position.epoch, steps
         if args.ignore_data_skip:
             return values
+        if position.samples:
+            self._compare_plan(args)
         try:
             loader.load_state_dict(position.to_dict())
         except IncompatibleCheckpointError as error:
