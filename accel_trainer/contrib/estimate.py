@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
+_DTYPES = ["float32", "float16", "int8", "int4"]
 _TRAINABLE = ("float32", "float16", "bfloat16")
 _OF_A_JOB = "a rank of a job"
 
@@ -82,9 +83,8 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument("model_name", metavar="MODEL", help="a directory, a config.json, or a name on the Hub")
     text = "whose model it is, where its files do not say so"
     add_option(parser, "library_name", choices=LIBRARIES, help=text)
-    dtypes = ["float32", "float16", "int8", "int4"]
-    text = f"default: {' '.join(dtypes)}"
-    parser.add_argument("--dtypes", nargs="+", default=dtypes, choices=tuple(_BITS), help=text)
+    text = f"default: {' '.join(_DTYPES)}"
+    parser.add_argument("--dtypes", nargs="+", default=_DTYPES, choices=tuple(_BITS), help=text)
     text = "run the code that is beside the configuration; of authors whom you trust"
     add_option(parser, "trust_remote_code", action="store_true", help=text)
     plan, defaults = parser.add_argument_group(_OF_A_JOB), dict[str, Any]()
@@ -107,7 +107,8 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         add(name, type=type(default), default=default, metavar="X", help=text)
     text = "plan the layouts that the job can have, the fastest first"
     add("compare", default=False, action="store_true", help=text)
-    add("memory", metavar="SIZE", help="of a rank, 80GiB for one: with --compare, layouts that need more")
+    text = "of a rank, 80GiB for one: whether the plan fits; with --compare, layouts that need more are left out"
+    add("memory", metavar="SIZE", help=text)
     text = "choose micro-batch, accumulation, layout and ways to save memory with which a rank fits, 80GiB for one"
     add("fit", metavar="SIZE", help=text)
     add("global_batch", type=int, metavar="N", help="with --fit: rows of an update over all ranks")
@@ -122,6 +123,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def estimate_command(args: argparse.Namespace) -> None:
     """Print the table, or the plans, for parsed arguments; a CheckpointNotFoundError or ConfigError without a model."""
     if _names_a_job(args):
+        _check_effects(args)
         return _print_plans(_with_defaults(args))
     if given := [f"--{name}" for name in args.of_a_job if name in args]:
         raise ConfigError(
@@ -139,6 +141,23 @@ def estimate_command(args: argparse.Namespace) -> None:
 
 def _names_a_job(args: argparse.Namespace) -> bool:
     return "num_processes" in args or "config_file" in args
+
+
+def _check_effects(args: argparse.Namespace) -> None:
+    """Refuse options of a job that change nothing beside the others."""
+    fits, as_json = "fit" in args, "json" in args and "picture" not in args
+    for names, is_without_effect, owner in (
+        (("dtypes",), args.dtypes != _DTYPES, "sizes without a job; the weights of a plan are of --dtype"),
+        (("global_batch", "write"), not fits, "--fit SIZE, which is not given; add it, or leave these out"),
+        (
+            ("batch", "compare", "memory", "json", "picture"),
+            fits,
+            "plans, and --fit writes the options that it finds for its own SIZE; leave out one or the other",
+        ),
+        (("memory",), as_json, "tables and pictures, and --json has the peak of each plan; leave out one of them"),
+    ):
+        if is_without_effect and (given := [f"--{name}" for name in names if name in args]):
+            raise ConfigError(f"{', '.join(given)}: of {owner}")
 
 
 def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
@@ -210,6 +229,8 @@ def _print_plans(args: argparse.Namespace) -> None:
         print(_comparison(plans, limit, args))
     else:
         print(_plan_table(plans[0], _plans_by_policy(args, options, plans[0].checkpointing), args))
+        if limit is not None:
+            print(_verdict(plans[0], limit, args.memory))
 
 
 def _layout_options(args: argparse.Namespace) -> Options:
@@ -281,6 +302,13 @@ def _plan_table(plan: LayoutPlan, policies: Sequence[LayoutPlan], args: argparse
 
 
 _BALANCE = "Routing is assumed to be balanced: each expert gets as many tokens as the others"
+
+
+def _verdict(plan: LayoutPlan, limit: int, memory: str) -> str:
+    needed = MARGIN * plan.peak
+    left = size_in_words(abs(limit - needed))
+    end = f"and {left} of {memory} are left" if needed <= limit else f"{left} more than {memory}, and does not fit"
+    return f"With the 5 % that a plan may miss a rank needs {size_in_words(needed)}, {end}"
 
 
 def _ms(seconds: float) -> str:

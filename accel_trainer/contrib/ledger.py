@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from accel_trainer.runtime.side_stream import SideStream
 from accel_trainer.runtime.torch_names import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, GROUPED_MM, UNIT_EXCHANGES
-from accel_trainer.runtime.torch_private import OperationMode, joined_groups, tree_leaves
+from accel_trainer.runtime.torch_private import DeviceContext, OperationMode, joined_groups, tree_leaves
 
 
 class Call(NamedTuple):
@@ -221,22 +221,26 @@ _IN_FP32 = frozenset((
 """What autocast computes in fp32 on GPUs (torch 2.13, docs/source/amp.md); on CPUs it leaves most of it in 16 bits."""
 
 
-class EveryLayer(TorchFunctionMode):
+class EveryLayer(DeviceContext):
     """Models that drop layers by chance (LayerDrop: BART, OPT) keep them all, as the update of the peak does."""
+
+    # A device's context is the only mode of functions that torch enters again where a backward computes layers again.
+    # It is entered plainly: torch's own remembers one device to go back to, and there are two when it is entered twice.
+    __enter__, __exit__ = TorchFunctionMode.__enter__, TorchFunctionMode.__exit__
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.rand and args == ([],):
             return torch.tensor(1.0)  # with a value, which a drawn number has not
-        return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class _AsOnGpu(EveryLayer):
     """Autocast and dropout of GPUs, and attention without any, with which a CPU keeps the scores of all tokens."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.backward:
-            with self:  # it holds in what a backward computes again, too
-                return _backward(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") in _IN_FP32 and torch.is_autocast_enabled("cpu"):
             args = [each.float() if _is_in_16_bits(each) else each for each in args]
         if func is nn.functional.dropout:
@@ -265,12 +269,6 @@ def _is_in_16_bits(value: Any) -> bool:
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Drop out by the operation of GPUs, which keeps a byte for each element, where a CPU keeps factors."""
     return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
-
-
-def _backward(
-    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-) -> None:
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from accel_trainer.runtime.torch_private import (
     tree_leaves,
 )
 from accel_trainer.strategies.api import Strategy, TrainJob, TrainUnit
-from accel_trainer.techniques.chunked_loss import apply_chunked_loss
+from accel_trainer.techniques.chunked_loss import apply_chunked_loss, check_chunked_loss
 
 _STATE = ("parameters", "gradients", "optimizer_state", "averages")
 """What fsdp.offload_params keeps in the host's memory."""
@@ -221,6 +221,7 @@ def _take_step(
         dtype = torch.bfloat16  # an engine has weights of 16 bits, beside its own
     precision = build_precision(_as_on_cpu(resolved.config.mixed_precision), process.device)
     job = TrainJob(model.to(dtype=dtype).train(), [], resolved, device_placement=False)
+    check_chunked_loss(job.model, resolved, torch.device("cuda" if workload.is_on_gpu else "cpu"))
     apply_chunked_loss(job.model, resolved)
     is_on_meta = facts.shards_parameters and not facts.builds_engine  # 4,096 shards of a tensor are as many views
     unit = strategy.prepare(job, precision, process) if is_on_meta else None
@@ -366,14 +367,14 @@ class _Step:
             self.unit.set_gradient_sync(syncs)
             try:
                 loss = self.compute_loss(self.unit.model, self.batch)
+                self.end_of_forward = self.end_of_forward or len(self.ledger.events)
+                self.unit.backward(loss)
             except (RuntimeError, AssertionError) as error:
                 raise ConfigError(
                     f"{type(self.module).__name__} cannot take a step on tensors without values "
                     f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); plans are for models "
                     "in which no shape and no branch depends on values"
                 ) from error
-            self.end_of_forward = self.end_of_forward or len(self.ledger.events)
-            self.unit.backward(loss)
             del loss
 
     def _average(self, parameters: Iterable[Any]) -> None:

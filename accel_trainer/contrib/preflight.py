@@ -190,7 +190,7 @@ class PlannedRun:
             f"rank {self.process.rank} is planned to take {self.describe()}, for a micro-batch of {rows}; with the 5 % "
             f"that a plan may miss it needs {size_in_words(MARGIN * self.plan.peak)}, and {self.where}: {advice}\n"
             + "".join(f"{change}\n" for change in changes)
-            + "  other layouts: accel-trainer estimate MODEL --num_processes N --fit SIZE"
+            + "  other layouts: accel-trainer estimate MODEL --num_processes N --global_batch ROWS --fit SIZE"
         )
 
 

@@ -518,7 +518,7 @@ def current_process() -> ProcessContext:
 
 
 def find_attempt(environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return how often the workers of this job were started again, and a name of their launcher's life, or their own."""
+    """Return how often the workers of this job were started again, and a name of their launcher's life or theirs."""
     number, _, name = environ.get(ATTEMPT_VARIABLE, "").partition(":")
     if number.isdecimal() and name:
         return int(number), name

@@ -136,6 +136,7 @@ PRIVATE_NAMES = {
     "torch.ops.aten.mm.default._schema": f"{_REFUSED}: activation_checkpointing selective or ops",
     "torch.optim.AdamW._step_supports_amp_scaling": "fp16: fused optimizers cost a kernel more",
     "torch.testing._internal.distributed.fake_pg.FakeStore": _PLANS,
+    "torch.utils._device.DeviceContext": _PLANS,
     "torch.utils._python_dispatch.TorchDispatchMode": _PLANS,
     "torch.utils._pytree.tree_leaves": _REFUSED,
     "torch.utils.checkpoint._CachedTorchDispatchMode": f"{_REFUSED}: activation_checkpointing selective or ops",

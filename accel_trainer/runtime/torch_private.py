@@ -119,6 +119,8 @@ def second_store() -> dist.Store | None:
 _world: Any = _bind("torch.distributed.distributed_c10d", "_world")
 OperationMode: Any = _bind("torch.utils._python_dispatch", "TorchDispatchMode")
 """Base class of contexts whose `__torch_dispatch__` is called for each operation within them."""
+DeviceContext: Any = _bind("torch.utils._device", "DeviceContext")
+"""The context that `with torch.device(...)` enters: a mode of functions."""
 _make_subclass = _bind("torch", "Tensor._make_subclass")
 
 

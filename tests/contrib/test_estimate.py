@@ -26,7 +26,7 @@ from accel_trainer.commands.estimate import (
 from accel_trainer.config import resolve
 from accel_trainer.contrib import empty_models, estimate, layouts
 from accel_trainer.contrib.planner import PARTS, Cluster, Workload, plan_layout
-from accel_trainer.errors import CheckpointNotFoundError, ConfigError, MissingExtraError
+from accel_trainer.errors import CheckpointNotFoundError, ConfigError, MissingExtraError, size_in_words
 from accel_trainer.launch.cli import main
 
 SMALL: dict[str, Any] = {
@@ -311,6 +311,37 @@ def test_options_of_a_rank_need_a_job(llama: str, words: str, capsys: pytest.Cap
     assert main(["estimate", llama, *words.split()]) == 2
     printed = capsys.readouterr()
     assert re.search(f"{', '.join(given)}: of a rank of a job, and no job is given", printed.err)
+    assert not printed.out
+
+
+def test_a_plan_says_whether_it_fits_a_ranks_memory(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", llama, "--num_processes", "1", "--sequence", "16"]
+    assert main([*words, "--json"]) == 0
+    peak = json.loads(capsys.readouterr().out)["peak"]
+    for left, verdict in (
+        (2048, "and 2.00 KiB of {size} are left"),
+        (-2048, "2.00 KiB more than {size}, and does not fit"),
+    ):
+        size = f"{int(1.05 * peak) + left}B"
+        assert main([*words, "--memory", size]) == 0
+        last = f"a rank needs {size_in_words(1.05 * peak)}, {verdict.format(size=size)}"
+        assert capsys.readouterr().out.splitlines()[-1].endswith(last)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--global_batch 8 --write FILE", "--global_batch, --write: of --fit SIZE, which is not given"),
+        ("--fit 1GiB --global_batch 8 --batch 2 --compare", "--batch, --compare: of plans, and --fit writes"),
+        ("--fit 1GiB --global_batch 8 --memory 1GiB --json", "--memory, --json: of plans, and --fit writes"),
+        ("--json --memory 1GiB", "--memory: of tables and pictures, and --json has the peak of each plan"),
+        ("--dtypes bfloat16", "--dtypes: of sizes without a job; the weights of a plan are of --dtype"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(llama: str, words: str, message: str, capsys: Any) -> None:
+    assert main(["estimate", llama, "--num_processes", "2", *words.split()]) == 2
+    printed = capsys.readouterr()
+    assert re.search(message, printed.err)
     assert not printed.out
 
 

@@ -395,6 +395,28 @@ def test_layers_that_are_dropped_by_chance_are_planned(is_on_gpu: bool):
     assert peak(0.5) == peak(0.0)
 
 
+@pytest.mark.parametrize("policy", ["full", "selective", "the model's own"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_layers_with_dropout_are_computed_again_as_they_were(kind: str, policy: str):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    def planned(policy: str) -> LayoutPlan:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100}
+        config = AutoConfig.for_model(kind, **sizes)
+        assert 0.1 in config.to_dict().values()  # of what is dropped
+        with torch.device("meta"):
+            model = (AutoModelForMaskedLM if kind == "bert" else AutoModelForCausalLM).from_config(config)
+        if policy == "the model's own":
+            model.activation_checkpointing_enable()
+            policy = "off"
+        resolved = resolve(explicit={"activation_checkpointing": policy, "mixed_precision": "bf16"}, environ={})
+        return plan_layout(model, resolved, 1, Workload(batch=B, sequence=L), Cluster())
+
+    kept, again = planned("off"), planned(policy)
+    assert again.activations < kept.activations
+    assert again.peak <= kept.peak
+
+
 def test_a_plan_leaves_the_job_that_its_process_is_in_as_it_was():
     alone = plan(4, {"strategy": "fsdp2"})
     with fake_job(2, 2) as process:
@@ -404,7 +426,20 @@ def test_a_plan_leaves_the_job_that_its_process_is_in_as_it_was():
         assert (dist.get_world_size(), dist.get_rank()) == (process.world_size, process.rank)
 
 
-def test_a_model_whose_step_depends_on_values_is_refused():
+class BackwardByValues(torch.autograd.Function):
+    """Nothing, whose gradient is asked for its value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if gradient.sum().item() > 0 else -gradient
+
+
+@pytest.mark.parametrize("is_in_backward", [False, True])
+def test_a_model_whose_step_depends_on_values_is_refused(is_in_backward: bool):
     class Branching(nn.Module):
         main_input_name = "input_ids"
 
@@ -414,6 +449,8 @@ def test_a_model_whose_step_depends_on_values_is_refused():
 
         def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
             vectors = self.table(input_ids)
+            if is_in_backward:
+                return {"loss": BackwardByValues.apply(vectors).sum()}
             return {"loss": vectors.sum() if vectors.sum().item() > 0 else vectors.mean()}
 
     with torch.device("meta"):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_trainer import Accelerator
+from accel_trainer.config import LossImplementation
 from accel_trainer.contrib.preflight import plan_training
 from accel_trainer.errors import ConfigError
 from tests.cells import beyond
@@ -136,6 +137,15 @@ def test_the_advice_of_a_refusal_is_accepted_and_is_the_same_update(tmp_path: Pa
     assert 1.05 * planned.replan(rows).peak <= limit
     assert first.plan.peak < planned.plan.peak
     train_of(tmp_path, f"{limit}B", per_device_train_batch_size=rows, gradient_accumulation_steps=8 // rows)
+
+
+def test_a_loss_in_chunks_is_no_advice_for_a_model_without_a_head(tmp_path: Path):
+    planned = plan_training(build_trainer(tmp_path, model="bert"))
+    changes = planned.changes(1.05 * planned.plan.peak - 1000)
+    assert changes
+    assert not [change.text for change in changes if "loss" in change.options]
+    with pytest.raises(ConfigError, match="BertForSequenceClassification has no head"):
+        planned.replan(loss=LossImplementation.CHUNKED)
 
 
 def train_of(folder: Path, memory: str, **options: Any) -> None:
