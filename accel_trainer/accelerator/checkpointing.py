@@ -277,6 +277,7 @@ class AcceleratorCheckpointing(AcceleratorWeights):
                 each_node=configuration.save_on_each_node,
                 keep=configuration.total_limit,
                 in_background=not is_alone and (self.config.save_async if in_background is None else in_background),
+                ends_run=self._stop_point is not None and self._stop_point.has_stopped,
             )
         )
         if saved is not None and name is None:

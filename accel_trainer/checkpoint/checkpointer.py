@@ -16,7 +16,7 @@ from accel_trainer.checkpoint.background import BackgroundSaver, SavePolicy, sav
 from accel_trainer.checkpoint.boxes import balance_bytes
 from accel_trainer.checkpoint.disk import explain_full_disk
 from accel_trainer.checkpoint.manifest import Manifest
-from accel_trainer.checkpoint.object_store import ObjectStore, Uploads, blocks_of, shown, stage_copy
+from accel_trainer.checkpoint.object_store import ObjectStore, Uploads, blocks_of, is_copy, shown, stage_copy
 from accel_trainer.checkpoint.publication import Publication, StagedDirectory
 from accel_trainer.checkpoint.reader import (
     CheckpointKind,
@@ -120,6 +120,8 @@ class SaveJob:
     """Those that stay whatever their number, once the new one is committed."""
     in_background: bool = False
     """Return once everything is copied to host memory, and write on a thread."""
+    ends_run: bool = False
+    """It is made at a signal that ends the run, which an upload that has failed does not change."""
 
 
 def _pass_over_parts(paths: Iterable[Path], passed_over: list[str]) -> None:
@@ -157,6 +159,10 @@ class Checkpointer:
         """Whether the ranks have saved so together, last time."""
         # By the process that commits.
         self._uploads: Uploads | None = None
+        self._upload_error: BaseException | None = None
+        """Of an upload, until it is raised."""
+        self._raises_upload_errors = False
+        """Whether the last save asked for that."""
         self._left_out: Callable[[Uploads], None] | None = None
         """Submits the last save, where the nodes have left it out because one of them was still sending another."""
         self.kind = kind
@@ -173,6 +179,7 @@ class Checkpointer:
 
         Raises:
             SaveTimeoutError: the background save before this one has not ended in time; for others see `Publication`.
+            OSError, CheckpointLockedError: an upload has failed since the save before. This one is written.
         """
         begin = time.perf_counter()
         sends = self._check_uploads(job)
@@ -191,6 +198,7 @@ class Checkpointer:
         stalled = time.perf_counter() - begin
         self.metrics.record("ckpt/stall_s", stalled)
         self.metrics.stalled_seconds += stalled
+        self._raise_upload_error()
         return path
 
     @contextmanager
@@ -288,44 +296,50 @@ class Checkpointer:
         return ObjectStore(uri, self.kind.prefix, job, takes_over=self._resumes_from_store, mib_per_second=pace)
 
     def _check_uploads(self, job: SaveJob) -> bool:
-        """Return whether this save is handed to the uploads, of which one may wait. Collective.
-
-        Raises, on all ranks, the error of an upload since the last save, where that was asked for.
-        """
+        """Return whether this save is handed to the uploads, of which one may wait. Collective."""
         if self.alone is None:
             self._each_node = job.each_node
-        is_busy = self._look_at_uploads(raises=job.policy.on_save_error == "raise")
+        self._raises_upload_errors = job.policy.on_save_error == "raise" and not job.ends_run
+        is_busy = self._look_at_uploads()
         # Of nodes with disks of their own each has to send the same saves: none is dropped that waits.
         return not (self._are_apart and is_busy)
+
+    def _raise_upload_error(self) -> None:
+        """Raise, on all ranks, the error of an upload that was looked at, where that was asked for. Collective."""
+        error, self._upload_error = self._upload_error, None
+        if self._store is not None:
+            raised = error if self._raises_upload_errors else None
+            gather_or_raise(self.process, f"upload to {shown(self._store)}", raised)
 
     @property
     def _are_apart(self) -> bool:
         """Whether nodes with disks of their own send parts of one checkpoint."""
         return self._store is not None and self._each_node and self.process.local_world_size < self.process.world_size
 
-    def _look_at_uploads(self, *, raises: bool) -> bool:
-        """Return whether a node is sending; where one has failed, the others wait for it no more. Collective.
-
-        Args:
-            raises: the error of an upload since the last look, on all ranks.
-        """
+    def _look_at_uploads(self) -> bool:
+        """Return whether a node is sending; where one has failed, the others wait for it no more. Collective."""
         uploads = self._uploads
         is_busy = bool(uploads and uploads.in_use)  # before its error: who is idle here has no untold one
         error = None if uploads is None else uploads.take_error()
-        if self._store is None or not (raises or self._are_apart):
+        self._upload_error = error or self._upload_error
+        if not self._are_apart:
             return is_busy
         section, has_failed = f"upload to {shown(self._store)}", True
         try:
-            looks = gather_or_raise(self.process, section, error if raises else None, (is_busy, error is not None))
+            looks = gather_or_raise(self.process, section, None, (is_busy, error is not None))
             has_failed = any(failed for _, failed in looks)
             return any(busy for busy, _ in looks)
         finally:
             if has_failed and uploads is not None:
                 uploads.give_up()
 
+    def finish_uploads(self) -> None:
+        """Wait until what has been saved is in the store, or cannot be. Collective."""
+        self._end_uploads(together=self._are_apart)
+
     def _end_uploads(self, *, together: bool) -> None:
         # Where all ranks come here, those that wait for a node that has failed learn of it.
-        while together and self._look_at_uploads(raises=False):
+        while together and self._look_at_uploads():
             if self._uploads is not None:
                 self._uploads.wait(within_s=0.5)
         if self._uploads is not None:
@@ -342,7 +356,8 @@ class Checkpointer:
     def fetch(self, uri: str, directory: Path) -> Path:
         """Copy a checkpoint of an object store, or the newest of a run there, into a directory. Collective.
 
-        Each process reads a part, each byte is read once for a disk; one that is complete there is taken as it is.
+        Each process reads a part, each byte is read once for a disk; the same one is taken as it is where it is
+        complete there, and another one of that name is renamed to `_bad-...`.
 
         Raises:
             CheckpointNotFoundError: there is no complete one.
@@ -363,12 +378,22 @@ class Checkpointer:
         found = gather_calls(self.process, section, find)[0]
         assert found is not None
         path = directory / found[0]
-        if not self._held_together([path], section):
+        held = self._held_together([path], section)
+        if not self._is_any_in_store(held, [found], section):
             flaw = self._copy_together(address, *found, directory)
             if flaw is not None:
                 raise CorruptCheckpointError(flaw)
-        self._resumes_from_store = self._store is not None and uri.startswith(self._store.rstrip("/"))
+        self._resumes_from_store = self._store is not None and address.rstrip("/") == self._store.rstrip("/")
         return path
+
+    def _is_any_in_store(self, held: Collection[Path], complete: Iterable[tuple[str, Manifest]], section: str) -> bool:
+        """Whether one of the checkpoints here is that of its name in a store. Collective."""
+        places = {path.name: path for path in held}
+
+        def look() -> bool:
+            return self.process.is_main and any(is_copy(places[n], manifest) for n, manifest in complete if n in places)
+
+        return bool(held) and gather_calls(self.process, section, look)[0]
 
     def _held_together(self, paths: Iterable[Path], section: str) -> list[Path]:
         """Return the checkpoints that are complete on the disks of all nodes. Collective."""
@@ -403,11 +428,18 @@ class Checkpointer:
             if flaw is None:
                 break
             logger.warning("%s/%s is passed over: %s", shown(store), found[0], flaw)
-        self._resumes_from_store = True
+        # Not where all here are of another run than those in the store: that one may be saving there.
+        self._resumes_from_store = found is not None or self._is_any_in_store(held, self._complete_of(held), section)
         if self.process.is_main:
             good = newest if found is None else int(found[0].removeprefix(self.kind.prefix))
             _pass_over_parts([path for number, path in numbered if number > good], passed_over)
         return None if found is None else found[0]
+
+    def _complete_of(self, paths: Iterable[Path]) -> Iterator[tuple[str, Manifest]]:
+        """Yield those of the store that have the names of `paths`, with their manifests, the highest number first."""
+        assert self._store is not None
+        store, names = self._open_store(self._store), {path.name for path in paths}
+        yield from store.complete(name for name in store.names() if name in names)
 
     def _find_newer(self, store: str, newest: int) -> tuple[str, Manifest] | None:
         """Return the newest complete one of a store, above a number and not tried yet; on rank 0, elsewhere None."""
@@ -610,18 +642,25 @@ class Checkpointer:
         self._lock = self._release_lock = None
 
     def close(self, *, is_failed: bool = False) -> None:
-        """Wait for a background save and uploads, and release the directory. Collective, but where `is_failed`."""
-        together = False
+        """Wait for a background save and uploads, whose errors are raised, and release the directory.
+
+        Collective, but where `is_failed`, which raises none.
+        """
+        is_good = False
         try:
             if is_failed and self.background is not None:
                 self.background.join()
             self.wait()
-            together = self._are_apart and not is_failed
+            is_good = not is_failed
         finally:
+            together = self._are_apart and is_good
             try:
                 self._end_uploads(together=together)
                 if self._left_out is not None and self._uploads is not None and not is_failed:
                     self._left_out(self._uploads)
                 self._end_uploads(together=together)
+                if is_good:
+                    self._look_at_uploads()
+                    self._raise_upload_error()
             finally:
                 self.release_directory()

@@ -8,6 +8,7 @@ One without its marker is never read; what an upload that was killed has left is
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import json
 import os
@@ -19,7 +20,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from accel_trainer.checkpoint.manifest import (
     NodePart,
     num_blocks,
 )
-from accel_trainer.checkpoint.store import publish_name, remove_tree
+from accel_trainer.checkpoint.store import is_gone, pass_over
 from accel_trainer.errors import (
     AccelTrainerError,
     CheckpointLockedError,
@@ -60,6 +60,7 @@ _CHUNK_BYTES = 2**20
 _PART_BYTES = 32 * 2**20
 _NUM_THREADS = 4
 _POLL_SECONDS = 0.5
+_UPLOADING = "checkpoint-upload"
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that no waiting mends; of the system's others, most come from networks."""
 _CLIENTS = ("aiohttp", "aiobotocore", "azure", "botocore", "gcsfs", "google", "httpx", "requests", "urllib3")
@@ -211,7 +212,7 @@ class ObjectStore:
         """Write down that this run saves here.
 
         A run that has resumed from here takes over, and the one before is refused from then on: of a machine that is
-        gone nobody can know more.
+        gone nobody can know more. So does any once a process of this machine that saved here has ended.
 
         Raises:
             CheckpointLockedError: another run does, or has taken over.
@@ -229,7 +230,13 @@ class ObjectStore:
         self._is_claimed = True
 
     def _sign(self, **options: str) -> None:
-        mine = {"job": self._job, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        mine = {
+            "job": self._job,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "boot": _boot(),
+            "time": time.time(),
+        }
         text = json.dumps({**mine, "newest": self._newest}).encode()
         self._try(partial(self._files.pipe_file, f"{self._root}/{OWNER_NAME}", text, **options))
 
@@ -238,9 +245,11 @@ class ObjectStore:
             owner = json.loads(self._read(OWNER_NAME))
             job, host, age = owner["job"], owner["host"], now - float(owner["time"])
             self._newest = self._newest or self._checked(owner.get("newest"))
+            # Machines may have one name, and each numbers its processes: they are of one that has not started again.
+            has_ended = owner.get("boot") == _boot() != "" and owner["pid"] != os.getpid() and is_gone(owner)
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return
-        if job == self._job or not self._is_claimed and (self.takes_over or age > OWNER_SECONDS):
+        if job == self._job or not self._is_claimed and (self.takes_over or has_ended or age > OWNER_SECONDS):
             return
         if self._is_claimed:
             raise CheckpointLockedError(
@@ -376,14 +385,29 @@ class ObjectStore:
         return asked if asked.keys() <= known.keys() else {}
 
     def _in_threads(self, function: Callable[[Any], object], items: Iterable[Any], num: int = _NUM_THREADS) -> None:
-        with ThreadPoolExecutor(num, thread_name_prefix="checkpoint-store") as pool:
-            deferred = [pool.submit(function, item) for item in items]
+        # No executor: those take no work any more once the script is over, and its last upload is still under way.
+        queue, errors = [*items], list[BaseException]()
+        left = iter(queue)
+
+        def work() -> None:
             try:
-                for each in deferred:
-                    each.result()
-            finally:
-                for each in deferred:
-                    each.cancel()
+                for item in left:
+                    if errors:
+                        return
+                    function(item)
+            except BaseException as error:
+                errors.append(error)
+
+        others = [threading.Thread(target=work, name="checkpoint-store") for _ in range(min(num, len(queue)) - 1)]
+        with suppress(RuntimeError):  # Python 3.12 starts none then
+            for thread in others:
+                thread.start()
+        work()
+        for thread in others:
+            if thread.is_alive():
+                thread.join()
+        if errors:
+            raise errors[0]
 
     def retire(self, keep: int, protected: Collection[str] = ()) -> list[str]:
         """Remove complete checkpoints of lower numbers until `keep` are left, and return their names.
@@ -403,7 +427,8 @@ class ObjectStore:
     def fetch(self, name: str, directory: Path) -> Path:
         """Copy a checkpoint into a directory, each byte compared with its checksum while it arrives; return its path.
 
-        It appears under its name once it is complete. What stands there is replaced. The caller has locked `directory`.
+        It appears under its name once it is complete; what stands there is renamed to `_bad-...`. The caller has locked
+        `directory`.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError: it is incomplete, or not as it was saved.
@@ -442,16 +467,20 @@ class ObjectStore:
         self._in_threads(fetch, blocks, max(2, _NUM_THREADS // num_processes))
 
     def publish_copy(self, name: str, manifest: Manifest, staged: Path) -> Path:
-        """Give a copy that has all its files its name, in one step; return its path. One process calls it."""
+        """Give a copy that has all its files its name, and what has it another; return its path. By one process."""
         for each in (MANIFEST_NAME, MARKER_NAME):
             (staged / each).write_bytes(self._read(f"{name}/{each}"))
             fsync_path(staged / each)
         for folder in {(staged / file).parent for file in manifest.files} | {staged}:
             fsync_path(folder)
         target = staged.with_name(name)
-        leftover = publish_name(staged, target)
-        if leftover is not None:
-            remove_tree(leftover)
+        try:
+            os.rename(staged, target)  # over an empty directory, too
+        except OSError:
+            # Files of the user may be in it, or another run's weights.
+            pass_over(target, f"It is not {self.uri}/{name} as it was saved, which gets its name", [])
+            os.rename(staged, target)
+        fsync_path(target.parent)
         return target
 
     def _read_block(self, name: str, manifest: Manifest, block: FileBlock) -> memoryview:
@@ -510,6 +539,15 @@ def blocks_of(manifest: Manifest) -> list[FileBlock]:
     return found
 
 
+def is_copy(path: Path, stored: Manifest) -> bool:
+    """Whether a checkpoint on a disk has the manifest of one in a store, or is the first node's part of that."""
+    try:
+        own = Manifest.read(path)
+    except (AccelTrainerError, OSError):
+        return False
+    return own.files.keys() <= stored.files.keys() and own.of_files(own.files) == stored.of_files(own.files)
+
+
 def stage_copy(directory: Path, name: str, manifest: Manifest) -> Path:
     """Make a directory for a copy of a checkpoint beside its place, where there is room for it; return its path."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -533,11 +571,30 @@ class _Pace:
         time.sleep(max(0.0, begin - time.monotonic()))
 
 
+def _boot() -> str:
+    """Return what tells this start of this machine from all others; nothing where the system does not."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 class _Upload(NamedTuple):
     path: Path
     keep: int | None
     protected: Collection[str]
     part: NodePart | None
+
+
+def _wait_for_last_upload() -> None:
+    """Wait at the end of the script for a save in the background, which begins an upload, and for uploads."""
+    while own := [each for each in threading.enumerate() if each.name in ("checkpoint-writer", _UPLOADING)]:
+        own[0].join()
+
+
+# Before the end of Python's executors, in which aiohttp looks up the addresses of stores. Those have registered theirs
+# on import (`manifest`); the last is called first, and there is no public way (3.11 to 3.14).
+getattr(threading, "_register_atexit", atexit.register)(_wait_for_last_upload)
 
 
 class Uploads:
@@ -575,9 +632,14 @@ class Uploads:
                 logger.warning("%s is slower than saves come: %s is not uploaded", self.store.uri, self._waiting.path)
             self._waiting = _Upload(path, keep, protected, part)
             self.store.is_given_up.clear()
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="checkpoint-upload")
+            if self._thread is not None and self._thread.is_alive():
+                return
+            self._thread = threading.Thread(target=self._run, name=_UPLOADING)
+            with suppress(RuntimeError):
                 self._thread.start()
+                return
+        # Python 3.12 starts none once the script is over: it is the thread of a background save that comes here then.
+        self._run()
 
     def _run(self) -> None:
         while True:

@@ -170,7 +170,7 @@ def _claim(path: Path, descriptor: int, *, may_wait: bool) -> bool:
         if not owner and may_wait:  # locked and not yet signed, or just released
             time.sleep(0.01)
             return False
-        if not owner or not _is_gone(owner):
+        if not owner or not is_gone(owner):
             raise _locked(path, owner) from None
         # Children that no fork of Python's has made, and that outlive the owner, keep the file locked: not its name.
         _warn_of_takeover(path, owner)
@@ -208,7 +208,7 @@ def _take_over(path: Path, descriptor: int, owner: dict[str, Any], has_locks: bo
     """Warn of the signature of an owner that is gone; raise where it is not."""
     # Of a host of the same name the kernel has told; NFS and Lustre can be mounted with locks of one machine alone.
     is_told = has_locks and owner["host"] == socket.gethostname()
-    if not is_told and not _is_gone(owner) and _wait_for_sign_of_life(path, descriptor, owner):
+    if not is_told and not is_gone(owner) and _wait_for_sign_of_life(path, descriptor, owner):
         raise _locked(path, owner)
     _warn_of_takeover(path, owner)
 
@@ -263,7 +263,7 @@ def _space() -> str:
         return ""
 
 
-def _is_gone(owner: dict[str, Any]) -> bool:
+def is_gone(owner: dict[str, Any]) -> bool:
     """Whether the owner is known to have ended: its process id is of this machine and container, and nobody else's."""
     if owner["host"] != socket.gethostname() or owner.get("space", _space()) != _space():
         return False

@@ -26,7 +26,7 @@ from accel_trainer.data.randomness import (
     NumberedItems,
     SeededDataset,
     collate_in_turn,
-    init_seeded_worker,
+    init_worker,
     without_turns,
 )
 from accel_trainer.data.sampler import (
@@ -53,9 +53,11 @@ def build_index_source(
     base: Any = _without_torchdata(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, loader)
     generator = find_generator(base)
     base, order_seed = _with_known_order(base, generator, loader, process, config, seed)
+    is_batched = loader.batch_sampler is not None
     sampler = ShardedBatchSampler(
-        base, shards, shard, config.split_batches, config.even_batches, join=True, seed=order_seed
-    )
+        base, shards, shard, config.split_batches, config.even_batches,
+        join=True, seed=order_seed, is_batched=is_batched,
+    )  # fmt: skip
     if length_of(sampler) == 0:
         logger.warning(
             f"a loader has no steps: drop_last leaves out what does not fill a batch of {sampler.batch_size} "
@@ -66,10 +68,9 @@ def build_index_source(
     if not in_order:
         sampler.num_ahead = loader.num_workers * (loader.prefetch_factor or 0)
     worker_seed = seed if loader.generator is None else loader.generator.initial_seed()
-    is_batched = loader.batch_sampler is not None
     # Rank 0 alone begins passes where it reads for all.
     asked = None if shard is None else process
-    source = IndexSource(sampler, loader.dataset, worker_seed, asked, is_batched=is_batched, in_order=in_order)
+    source = IndexSource(sampler, loader.dataset, worker_seed, asked, in_order=in_order)
     source.note_generator(generator)
     return source
 
@@ -146,12 +147,10 @@ class IndexSource:
         seed: int,
         process: ProcessContext | None,
         *,
-        is_batched: bool,
         in_order: bool,
     ) -> None:
         """`process` of the ranks that begin passes together; None for one that reads for all."""
         self.sampler = sampler
-        self._is_batched = is_batched
         self._in_order = in_order
         self._dataset = dataset
         self._seed = seed
@@ -253,7 +252,7 @@ class IndexSource:
 
     def settings(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """Return the sampler that shards, the shuffle below it, and whether batches come in order."""
-        if not self._is_batched:
+        if not self.sampler.is_batched:
             return {"sampler": self.sampler, "in_order": self._in_order}
         base = self.sampler.batch_sampler
         inner = {"sampler": base.sampler} if type(base) is BatchSampler else {}
@@ -340,12 +339,12 @@ class IndexSource:
 
     def seeded_reading(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """Return the attributes of a loader whose workers begin their random streams anew at every batch."""
-        sampler = "batch_sampler" if self._is_batched else "sampler"
+        sampler = "batch_sampler" if self.sampler.is_batched else "sampler"
         return {
             "dataset": SeededDataset(self._dataset),
             sampler: NumberedItems(self.sampler, partial(self._begin_numbers, loader.num_workers)),
             "collate_fn": partial(collate_in_turn, loader.collate_fn),
-            "worker_init_fn": partial(init_seeded_worker, loader.worker_init_fn),
+            "worker_init_fn": partial(init_worker, loader.worker_init_fn),
         }
 
     def _begin_numbers(self, num_workers: int) -> tuple[int, int, int]:

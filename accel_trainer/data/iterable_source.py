@@ -36,6 +36,7 @@ from accel_trainer.runtime.collectives import all_gather_integers, broadcast_obj
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import stream_index
 from accel_trainer.runtime.torch_private import LOADER_AT_REST
+from accel_trainer.tree import map_leaves
 
 
 def build_stream_source(
@@ -526,7 +527,9 @@ class ShardSource(_StreamSource):
                 pending = self._announce(current, following, spare)
             progress.change(BatchRows(rows, sizes, is_last=not goes_on))
             progress.num_yielded += 1
-            yield self._collated(present).content
+            content = self._collated(present).content
+            # This step is lent again: whoever changes the batch has one of its own.
+            yield map_leaves(lambda leaf: leaf, content) if goes_on and current is None else content
             if not goes_on:
                 return
 

@@ -5,6 +5,7 @@ What sample i of a mixture is depends on the seed and on i alone: ranks, workers
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ def mix_datasets(
     num_samples: int | None = None,
     seed: int = 0,
 ) -> Any:
-    """Return the mixture of several data sets: of `datasets` where all of them are, else torch's `Subset`.
+    """Return the mixture of several data sets: of `datasets` where all of them are, in one format, else a `Subset`.
 
     The samples of each are shuffled, anew whenever it starts over. Ranks do not communicate.
 
@@ -70,11 +71,20 @@ def mix_datasets(
     _check_end(shares, stopping_strategy, num_samples)
     sources = _draw(sizes, updates * samples_per_update, shares, stopping_strategy, num_samples, seed)
     chosen = np.cumsum([0, *sizes[:-1]])[sources] + _rows(sources, sizes, seed)
-    if all(hasattr(each, "select") and hasattr(each, "column_names") for each in sets):
+    if all(hasattr(each, "select") and hasattr(each, "column_names") for each in sets) and _have_one_format(sets):
         from datasets import concatenate_datasets
 
         return concatenate_datasets(sets).select(chosen)
     return Subset(ConcatDataset(sets), chosen.tolist())
+
+
+def _have_one_format(sets: list[Any]) -> bool:
+    """Whether tables that are concatenated keep their formats and transforms: `datasets` drops those that differ."""
+    formats = [each.format for each in sets]
+    return all(each == formats[0] for each in formats) or all(
+        each["type"] is None and set(each["columns"]) == set(table.column_names)
+        for each, table in zip(formats, sets, strict=True)
+    )
 
 
 def _interleave(sets: list[Any], weights: Any, temperature: float, stopping_strategy: str, seed: int) -> Any:
@@ -278,7 +288,8 @@ def tokenized(dataset: Any, tokenizer: Any) -> Any:
 
 
 def _tokens_of_chat(tokenizer: Any, messages: Any) -> dict[str, list[int]]:
-    is_marked = "generation" in (tokenizer.chat_template or "")
+    # By the expression of transformers 5.23 (chat_template_utils.py:737): `add_generation_prompt` is no mark.
+    is_marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
     made = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=is_marked)
     ids = made["input_ids"]
     counts = made["assistant_masks"] if is_marked else [1] * len(ids)

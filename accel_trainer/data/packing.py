@@ -291,7 +291,8 @@ class PackedStream(IterableDataset[Any]):
 
 def _lengths_of(dataset: Any) -> np.ndarray:
     """Return the number of tokens of each document, of tables without making Python objects of the tokens."""
-    if hasattr(dataset, "with_format") and "input_ids" in (getattr(dataset, "column_names", None) or ()):
+    is_table = hasattr(dataset, "with_format") and "input_ids" in (getattr(dataset, "column_names", None) or ())
+    if is_table and dataset.format["type"] != "custom":  # what a transform makes of the table is as long as it wants
         tables = dataset.select_columns("input_ids").with_format("arrow").iter(batch_size=_WINDOW)
         chunks = [chunk.value_lengths() for table in tables for chunk in table["input_ids"].chunks]
         lengths = np.concatenate([np.empty(0, np.int64), *(each.fill_null(0).to_numpy(False) for each in chunks)])
@@ -317,7 +318,9 @@ def _cut(sample: Any, begin: int, end: int) -> Any:
 
 
 def _is_by_token(value: Any, length: int) -> bool:
-    return hasattr(value, "__len__") and not isinstance(value, (str, bytes)) and len(value) == length
+    # Tensors and arrays without dimensions have a __len__ that raises.
+    has_length = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0
+    return has_length and not isinstance(value, (str, bytes)) and len(value) == length
 
 
 # --- the batch --------------------------------------------------------------------------------------------------------
@@ -355,6 +358,12 @@ class PackingCollator:
         width += -width % (self.pad_to_multiple_of or 1)
         fills = {"input_ids": self.pad_token_id, "labels": -100}
         names = dict.fromkeys(chain.from_iterable(chain.from_iterable(documents)))
+        columns = set(names) - {"labels"}
+        if lacking := sorted({name for row in documents for document in row for name in columns - document.keys()}):
+            raise ConfigError(
+                f"some documents of a batch have {', '.join(lacking)}, and others have none, which cannot be packed; "
+                "give all of them a value for each token, or remove those columns"
+            )
         batch = {name: _stack(documents, name, width, fills.get(name, 0)) for name in names}
         if "labels" not in batch:
             batch["labels"] = batch["input_ids"].clone()
@@ -415,16 +424,18 @@ def _is_all_true(mask: Any) -> bool:
 
 
 def _stack(documents: list[list[dict[str, Any]]], name: str, width: int, fill: int) -> Tensor:
-    """Return a column of all documents as rows (B, width), filled up."""
-    rows = []
-    for row in documents:
-        values = [
-            document["input_ids"] if name == "labels" and name not in document else document[name] for document in row
-        ]
-        is_list = not isinstance(values[0], Tensor)
-        joined = torch.tensor(list(chain.from_iterable(values))) if is_list else torch.cat(values)
-        rows.append(nn.functional.pad(joined, (0, width - len(joined)), value=fill))
-    return torch.stack(rows)
+    """Return a column of all documents as rows (B, width), filled up; tokens and labels that are integers as int64."""
+
+    def read(document: dict[str, Any]) -> Tensor:
+        value = document["input_ids"] if name == "labels" and name not in document else document[name]
+        value = value if isinstance(value, Tensor) else torch.tensor(value)
+        return value.long() if name in ("input_ids", "labels") and not value.is_floating_point() else value
+
+    # Without documents of no tokens: torch makes float32 of an empty list.
+    parts = [[value for value in map(read, row) if len(value)] for row in documents]
+    dtype = next((value.dtype for value in chain.from_iterable(parts)), torch.int64)
+    rows = [torch.cat(row) if row else torch.empty(0, dtype=dtype) for row in parts]
+    return torch.stack([nn.functional.pad(row, (0, width - len(row)), value=fill) for row in rows])
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

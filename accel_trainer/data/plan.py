@@ -109,15 +109,28 @@ class RoundRule:
     even: bool = True
     """Fill the last round with samples from the beginning of the stream (with whole batches where sizes vary)."""
     drop_last: bool = False
-    """Leave out a last round in which not every shard has a full batch."""
+    """Leave out a last round in which not every shard has a batch, whatever the size of those of one's own sampler."""
     join: bool = True
     """Where `even` is off: give a shard without samples one sample that is not valid, so that every shard takes part
     in every step. Off, such a shard has no batch in that round."""
+    is_batched: bool = True
+    """Whether the stream is one of batches; off, as with `batch_size=None`, of keys: names and tuples are one row."""
 
     @property
     def batches_per_round(self) -> int:
         """Batches of the stream that one round takes."""
         return 1 if self.split else self.shards
+
+    def is_key(self, batch: Any) -> bool:
+        """Whether an item of the stream is one sample's key that has a length."""
+        return not self.is_batched and isinstance(batch, (str, bytes, tuple))
+
+    def count_rows(self, batch: Any) -> int:
+        """Return the rows of a batch of indices. An index that is no list, as with `batch_size=None`, is one row."""
+        try:
+            return 1 if self.is_key(batch) else len(batch)
+        except TypeError:
+            return 1
 
 
 Round = tuple[Sequence[Any], BatchRows]
@@ -141,21 +154,22 @@ def plan_rounds(first: list[Any], rest: Iterable[Any], rule: RoundRule) -> Itera
         rest: the batches to deal out, those of `first` included unless the pass starts later.
     """
     if rule.shards == 1:
-        yield from _alone(iter(rest))
+        yield from _alone(iter(rest), rule)
         return
     source = iter(rest)
     width = rule.batches_per_round
     upcoming = list(islice(source, width))
     previous: BatchRows | None = None
-    goes_on = _survives(upcoming, rule)
+    needed = width if rule.drop_last else 1
+    goes_on = len(upcoming) >= needed
     while goes_on:
         current, upcoming = upcoming, list(islice(source, width))
-        goes_on = _survives(upcoming, rule)
+        goes_on = len(upcoming) >= needed
         is_last = not goes_on
         if rule.split:
             mine, rows, sizes = _split(current[0], first, rule)
-        elif len(current) == width and not (is_last and rule.even):
-            mine, rows = current, tuple(map(count_rows, current))
+        elif len(current) == width and not (is_last and rule.even and not rule.drop_last):
+            mine, rows = current, tuple(map(rule.count_rows, current))
             sizes = rows
         else:
             mine, rows, sizes = _complete(current, first, rule)
@@ -227,36 +241,18 @@ def share_windows(rounds: Iterable[Round], left: RanksLeft) -> Iterator[tuple[An
 _END = object()
 
 
-def _alone(source: Iterator[Any]) -> Iterator[Round]:
+def _alone(source: Iterator[Any], rule: RoundRule) -> Iterator[Round]:
     """Yield the rounds of one shard: every batch as it comes."""
     upcoming = next(source, _END)
     rows = BatchRows((), ())
     size = -1
     while upcoming is not _END:
         current, upcoming = upcoming, next(source, _END)
-        length = count_rows(current)
+        length = rule.count_rows(current)
         if length != size or upcoming is _END:
             size = length
             rows = BatchRows((size,), (size,), upcoming is _END)
         yield (current,), rows
-
-
-def count_rows(batch: Any) -> int:
-    """Return the rows of a batch of indices. An index that is no list, as with `batch_size=None`, is one row."""
-    try:
-        return len(batch)
-    except TypeError:
-        return 1
-
-
-def _survives(batches: Sequence[Any], rule: RoundRule) -> bool:
-    """Whether a round is taken at all: it holds something, and with `drop_last` everything it could."""
-    if not batches or not rule.drop_last:
-        return bool(batches)
-    full = rule.batch_size
-    return len(batches) == rule.batches_per_round and (
-        full is None or all(count_rows(batch) >= full for batch in batches)
-    )
 
 
 _Filled = tuple[list[Any], tuple[int, ...], tuple[int, ...]]
@@ -276,10 +272,10 @@ def _split(batch: Any, first: list[Any], rule: RoundRule) -> _Filled:
 def _complete(batches: list[Any], first: list[Any], rule: RoundRule) -> _Filled:
     """Return a last round of unsplit batches with a batch for every shard."""
     missing = rule.shards - len(batches)
-    rows = (*map(count_rows, batches), *(0,) * missing)
+    rows = (*map(rule.count_rows, batches), *(0,) * missing)
     if rule.even and rule.batch_size is None:
         mine = [*batches, *islice(cycle(first), missing)]
-        return mine, rows, tuple(map(count_rows, mine))
+        return mine, rows, tuple(map(rule.count_rows, mine))
     return _fill([*batches, *([],) * missing], rows, first, rule, rule.batch_size or 0)
 
 
@@ -289,14 +285,14 @@ def _fill(mine: list[Any], rows: tuple[int, ...], first: list[Any], rule: RoundR
         spare = cycle(list(chain.from_iterable(first)))
         mine = [[*batch, *islice(spare, max(0, target - len(batch)))] for batch in mine]
     else:
-        alone = _one_sample(first[0]) if rule.join else None
+        alone = _one_sample(first[0], rule) if rule.join else None
         mine = [batch if count else alone for batch, count in zip(mine, rows, strict=True)]
-    return mine, rows, tuple(0 if batch is None else count_rows(batch) for batch in mine)
+    return mine, rows, tuple(0 if batch is None else rule.count_rows(batch) for batch in mine)
 
 
-def _one_sample(batch: Any) -> Any:
+def _one_sample(batch: Any, rule: RoundRule) -> Any:
     try:
-        return batch[:1]
+        return batch if rule.is_key(batch) else batch[:1]
     except TypeError:
         return batch
 

@@ -158,18 +158,16 @@ def collate_in_turn(collate: Callable[[Any], Any], samples: Any) -> Any:
     return samples if type(samples) is Turn else collate(samples)
 
 
-def init_seeded_worker(init: Callable[[int], Any] | None, worker_id: int) -> None:
-    """Do as `init_worker`; `get_worker_info()` then has the user's dataset."""
-    info: Any = get_worker_info()
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
-    init_worker(init, worker_id)
-
-
 def init_worker(init: Callable[[int], Any] | None, worker_id: int) -> None:
-    """Make a worker independent of the rank that it was forked from, and call the user's `worker_init_fn`."""
+    """Make a worker independent of the rank that it was forked from, and call the user's `worker_init_fn`.
+
+    Whoever asks `get_worker_info()` from then on finds the user's dataset, of which the worker's own reads.
+    """
     # The rank's garbage stays the rank's: a process group or a store in a reference cycle waits for its threads when it
     # is destroyed, which a fork does not have: torch aborts ("std::system_error: Invalid argument") or hangs.
     gc.freeze()
     outlive_signals()
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # frozen
     if init is not None:
         init(worker_id)

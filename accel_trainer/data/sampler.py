@@ -20,7 +20,6 @@ from accel_trainer.data.plan import (
     RoundRule,
     batch_indices,
     check_can_split,
-    count_rows,
     full_rounds,
     index_lists,
     permutation,
@@ -165,6 +164,7 @@ class ShardedBatchSampler(Sampler[Any]):
         join: with `even_batches=False`, give a shard that has no samples left one sample which `BatchRows` declares
             invalid; off, that shard's pass ends one step earlier.
         seed: seeds the samplers that draw random numbers, the same on every shard; None leaves them as they are.
+        is_batched: off for a loader's sampler, whose items may be names or tuples.
 
     Raises:
         ConfigError: `split_batches` with a batch size that the shards cannot share evenly.
@@ -180,6 +180,7 @@ class ShardedBatchSampler(Sampler[Any]):
         *,
         join: bool = False,
         seed: int | None = None,
+        is_batched: bool = True,
     ) -> None:
         if split_batches:
             check_can_split(getattr(batch_sampler, "batch_size", None), num_processes)
@@ -190,6 +191,7 @@ class ShardedBatchSampler(Sampler[Any]):
         self.even_batches = even_batches
         self.join = join
         self.seed = seed
+        self.is_batched = is_batched
         self.start = 0
         self.num_ahead = 0
         self.left: RanksLeft | None = None
@@ -221,6 +223,7 @@ class ShardedBatchSampler(Sampler[Any]):
             even=self.even_batches,
             drop_last=self.drop_last,
             join=self.join,
+            is_batched=self.is_batched,
         )
 
     @property
@@ -270,9 +273,9 @@ class ShardedBatchSampler(Sampler[Any]):
         if self.counts_samples or not num_samples:
             return num_samples
         found = num_batches = 0
-        batches = self._draw(self.batch_sampler)
+        batches, rule = self._draw(self.batch_sampler), self.rule
         while found < num_samples and (batch := next(batches, None)) is not None:
-            found += count_rows(batch)
+            found += rule.count_rows(batch)
             num_batches += 1
         if found != num_samples:
             raise IncompatibleCheckpointError(
@@ -356,7 +359,7 @@ class ShardedBatchSampler(Sampler[Any]):
         source = self._draw(base)
         first = list(islice(source, width))
         rest = chain(first, source)
-        samples = sum(map(count_rows, islice(rest, origin + skip)))
+        samples = sum(map(self.rule.count_rows, islice(rest, origin + skip)))
         self.began_at = (samples, self.start)
         return first, rest, None
 

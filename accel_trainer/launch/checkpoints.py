@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, check_checkpoint
-from accel_trainer.checkpoint.object_store import ObjectStore, is_uri, shown
+from accel_trainer.checkpoint.object_store import ObjectStore, is_copy, is_uri, shown
 from accel_trainer.checkpoint.store import LOCK_NAME, DirectoryLock, is_complete, numbered_checkpoints, retire, sweep
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, ConfigError
 from accel_trainer.launch.cli import add_option, command_parser
@@ -162,11 +164,27 @@ def _copy(source: str, target: str) -> int:
             f"directory, and the first to name one checkpoint, {_PREFIXES[0]}N or {_PREFIXES[1]}N"
         )
     if is_uri(source):
-        ObjectStore(place, prefix).fetch(name, Path(target))
+        _fetch(ObjectStore(place, prefix), name, Path(target))
     else:
         ObjectStore(target, prefix, job="accel-trainer ckpt copy").put(Path(source))
     print(f"{name} copied to {shown(target)}")
     return 0
+
+
+def _fetch(store: ObjectStore, name: str, directory: Path) -> None:
+    path, manifest = directory / name, store.manifest(name)
+    lock = DirectoryLock.take(directory / LOCK_NAME)
+    try:
+        is_there = is_copy(path, manifest)
+        if not is_there and os.path.lexists(path):
+            raise ConfigError(
+                f"{path.absolute()} is there already, and no copy of {store.uri}/{name}; remove it, or give another "
+                "directory"
+            )
+        if not is_there or _flaw(path, "full") is not None:
+            store.fetch(name, directory)
+    finally:
+        lock.release()
 
 
 def _run_in_store(arguments: argparse.Namespace) -> int:
@@ -174,7 +192,7 @@ def _run_in_store(arguments: argparse.Namespace) -> int:
     stores = [ObjectStore(arguments.directory, prefix) for prefix in _PREFIXES]
     held = [(store, name) for store in stores for name in store.names()]
     if arguments.command == "prune":
-        removed = [name for store in stores for name in store.retire(arguments.keep)]
+        removed = [name for store in stores for name in store.retire(arguments.keep, _best_in_store(store))]
         print("".join(f"removed {name}\n" for name in removed) + f"{len(removed)} removed")
         return 0
     flaws = 0
@@ -211,9 +229,18 @@ def _newest_and_best(directory: Path, prefix: str) -> list[Path]:
     """Return the newest complete checkpoint, and the one that its Trainer called the best."""
     for _, newest in reversed(numbered_checkpoints(directory, prefix)):
         if is_complete(newest):
-            best = Manifest.read(newest).metadata.get("trainer", {}).get("best_step")
-            return [newest] if best is None else [newest, directory / f"{prefix}{best}"]
+            return [newest, *(directory / name for name in _best(Manifest.read(newest), prefix))]
     return []
+
+
+def _best_in_store(store: ObjectStore) -> list[str]:
+    return [best for _, newest in islice(store.complete(store.names()), 1) for best in _best(newest, store.prefix)]
+
+
+def _best(newest: Manifest, prefix: str) -> list[str]:
+    """Return the name of the checkpoint that a Trainer called the best in its newest one, if it did."""
+    best = newest.metadata.get("trainer", {}).get("best_step")
+    return [] if best is None else [f"{prefix}{best}"]
 
 
 def _prune(directory: Path, keep: int) -> int:

@@ -524,7 +524,7 @@ def find_attempt(environ: Mapping[str, str]) -> tuple[int, str]:
         return int(number), name
     text = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # torch's agent, which starts all of its workers again when one has failed. Without a launcher the parent may be a
-    # shell, whose next process is another job. Pids come again: with the time at which it began one is that of one life.
+    # shell, whose next process is another job. Pids come again: with the time at which it began it is that of one life.
     pid = os.getpid() if find_launch_info(environ) is None else os.getppid()
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:

@@ -52,11 +52,16 @@ class _Results:
     """Whether a list has one entry for each sample; else one of tensors is a structure of several results."""
     steps: list[Any] = field(default_factory=list)
     num_offloaded: int = 0
+    num_lent: int = 0
+    """Steps since the last one with a result of this rank, of which it has no samples."""
 
     def add(self, step: Any) -> None:
         """Keep a step's result; None means that there is none of this kind."""
         if step is not None:
-            self.steps.append(_mark_columns(step, self.lists_are_columns))
+            kept = _mark_columns(step, self.lists_are_columns)
+            # The rows of ranks are put in order by the numbers of their steps.
+            self.steps += [*(_without_rows(kept) for _ in range(self.num_lent)), kept]
+            self.num_lent = 0
 
     def offload(self) -> None:
         """Move the steps that came since the last call to the CPU."""
@@ -148,6 +153,7 @@ class _Pass:
         # What a collator makes a list of has one entry for each sample; a model's list is a structure, unless said.
         self.losses, self.labels, self.inputs = _Results(), _Results(), _Results()
         self.predictions = _Results(lists_are_columns=self.args.eval_use_gather_object)
+        self._kinds = self.losses, self.predictions, self.labels, self.inputs
         self.mean_loss = _MeanLoss()
         self.num_samples = 0
         self.metrics: dict[str, Any] | None = None
@@ -169,6 +175,9 @@ class _Pass:
             self._batch_metrics(inputs if samples else None, losses, logits, labels, is_last)
         if samples and self.keeps_predictions:
             self._keep(inputs, losses, logits, labels)
+        elif not samples:
+            for results in self._kinds:
+                results.num_lent += 1
 
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
         """Return loss, logits and labels of one batch, in memory that the next batch leaves alone."""
@@ -239,7 +248,7 @@ class _Pass:
 
     def offload(self) -> None:
         """Move this rank's results to the CPU."""
-        for results in (self.losses, self.predictions, self.labels, self.inputs):
+        for results in self._kinds:
             results.offload()
 
     def collect(self, results: _Results) -> Any:
@@ -332,6 +341,17 @@ def _mark_columns(step: Any, lists_are_columns: bool) -> Any:
         return Column(node) if is_column else node
 
     return map_leaves(mark, step, is_leaf=lambda node: isinstance(node, Tensor) or type(node) is list)
+
+
+def _without_rows(step: Any) -> Any:
+    """Return results like those of a step, of no rows, which say nothing about the sizes of other dimensions."""
+
+    def empty(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.new_empty((0,) * max(1, leaf.ndim))
+        return Column() if isinstance(leaf, Column) else leaf
+
+    return map_leaves(empty, step, is_leaf=lambda node: isinstance(node, (Tensor, Column)))
 
 
 def _holds_tensors(node: Any) -> bool:

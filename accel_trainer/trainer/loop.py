@@ -103,19 +103,24 @@ class WindowReader:
         self.batches, self._num_rounds = batches, num_rounds
         if not self._read:
             return
-        self._rows = [rows for batch in batches for read, rows in self._read if read is batch]
+        left, found = list(self._read), list[BatchRows]()
+        for batch in batches:
+            # A loader may give one object several times: each counts once.
+            if (place := next((index for index, (read, _) in enumerate(left) if read is batch), None)) is not None:
+                found.append(left.pop(place)[1])
         uneven = [rows.rows for _, rows in self._read if len(set(rows.rows)) > 1]
-        if uneven and len(self._rows) != len(batches):
+        if uneven and len(found) != len(batches):
             raise ConfigError(
-                f"get_batch_samples() returned {len(batches)} batches, {len(self._rows)} of them as the loader gave "
+                f"get_batch_samples() returned {len(batches)} batches, {len(found)} of them as the loader gave "
                 f"them, in an update that has {uneven[0]} samples on the ranks: their weights are not known. Return "
                 "the batches of the iterator, or train with even_batches=True"
             )
+        self._rows = found if len(found) == len(batches) else []
 
     def without_filler(self, batch: Any) -> Any:
         """Return the batch, without rows if it only lets a rank take part that has no samples in this step."""
-        is_filler = any(read is batch and not self._own(rows) for read, rows in self._read)
-        if not is_filler or not isinstance(batch, Mapping):
+        reads = [self._own(rows) for read, rows in self._read if read is batch]
+        if any(reads) or not reads or not isinstance(batch, Mapping):
             return batch
         return {name: value[:0] if isinstance(value, Tensor) and value.ndim else value for name, value in batch.items()}
 

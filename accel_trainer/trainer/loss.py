@@ -6,7 +6,7 @@ import copy
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
@@ -284,14 +284,17 @@ def _divided_as_upstream(trainer: Trainer, loss: Tensor, is_scaled: bool | None,
     return trainer._reader.weigh(loss, LossKind.BY_ITEMS, has_items=False, over_ranks=False, shifts_labels=False)
 
 
-def smoothing_chunks(trainer: Trainer, model: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def smoothing_chunks(trainer: Trainer, model: nn.Module) -> Iterator[None]:
     """Context in which a loss that is made in chunks smooths labels itself: upstream's smoother wants logits."""
     is_plain = trainer.accelerator.config.loss is LossImplementation.PLAIN
     chunked = None if is_plain else find_chunked_loss(model)
     if chunked is None:
-        return nullcontext()
-    chunked.label_smoothing = 0.0 if trainer.label_smoother is None else trainer.label_smoother.epsilon
-    return setting(trainer, label_smoother=None)
+        yield
+        return
+    epsilon = 0.0 if trainer.label_smoother is None else trainer.label_smoother.epsilon
+    with setting(chunked, label_smoothing=epsilon), setting(trainer, label_smoother=None):
+        yield
 
 
 _SAME = 1e-3

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from accel_trainer.checkpoint.background import SavePolicy
 from accel_trainer.checkpoint.checkpointer import Checkpointer, SaveJob
@@ -127,3 +130,26 @@ def test_a_background_save_is_waited_for_by_the_next(tmp_path: Path, checkpointe
     assert (tmp_path / "step-1").is_dir()
     checkpointer.close()
     assert names(tmp_path) == ["step-1", "step-2"]
+
+
+class Gone(LocalFileSystem):
+    """A store that takes nothing."""
+
+    protocol = "gone"
+    cachable = False
+
+    def put_file(self, *args: Any, **kwargs: Any) -> None:
+        raise PermissionError("access denied")
+
+
+@pytest.mark.parametrize("ends_run", [False, True])
+def test_a_save_is_written_before_the_error_of_an_upload_is_raised(tmp_path: Path, ends_run: bool):
+    fsspec.register_implementation("gone", Gone, clobber=True)
+    checkpointer = Checkpointer(ALONE, KIND, store=f"gone://{tmp_path}/store")
+    checkpointer.save(job(tmp_path / "run", None))
+    assert checkpointer._uploads is not None
+    checkpointer._uploads.wait()
+    with nullcontext() if ends_run else pytest.raises(PermissionError, match="access denied"):
+        checkpointer.save(job(tmp_path / "run", None, ends_run=ends_run))
+    assert names(tmp_path / "run") == [LOCK_NAME, "step-0", "step-1"]
+    checkpointer.close(is_failed=True)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -197,6 +203,13 @@ def test_two_runs_do_not_share_a_store(tmp_path: Path, checkpoint: Path) -> None
     owner = json.loads((tmp_path / OWNER_NAME).read_text())
     (tmp_path / OWNER_NAME).write_text(json.dumps({**owner, "time": time.time() - 700}))
     second.put(checkpoint)
+    process = subprocess.Popen(["true"])
+    process.wait()  # its number is nobody's now
+    ended = {**owner, "job": "ended", "pid": process.pid, "time": time.time()}
+    for changes, is_free in (({"boot": "another machine's"}, False), ({}, True)):
+        (tmp_path / OWNER_NAME).write_text(json.dumps({**ended, **changes}))
+        with nullcontext() if is_free else pytest.raises(CheckpointLockedError):
+            store_of(tmp_path, job="next").put(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -434,3 +447,179 @@ def test_the_command_line_reads_and_prunes_a_store(tmp_path: Path, checkpoint: P
     assert "removed checkpoint-3\n1 removed" in lines
     assert main(["ckpt", "copy", str(tmp_path), str(tmp_path / "disk")]) == 2
     assert "one of them is to be an address (s3://bucket/run)" in capsys.readouterr().err
+
+
+# --- what is in its way -----------------------------------------------------------------------------------------------
+
+SHORT: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "samples": 64}
+
+
+def trained_by_another(directory: Path, name: str = "live") -> Path:
+    """Train to a store, and have it signed as by another run that lives; return the store."""
+    build_trainer(directory / name, max_steps=2, checkpoint_uri=f"file://{directory}/run", **SHORT).train()
+    owner = json.loads((directory / "run" / OWNER_NAME).read_text())
+    (directory / "run" / OWNER_NAME).write_text(json.dumps({**owner, "job": "another"}))
+    return directory / "run"
+
+
+@pytest.mark.parametrize("resumes", ["from another store", "from its disk"])
+def test_a_store_is_not_taken_over_by_a_run_that_has_resumed_from_elsewhere(tmp_path: Path, resumes: str) -> None:
+    store = trained_by_another(tmp_path)
+    other = {} if resumes == "from its disk" else {"checkpoint_uri": f"file://{tmp_path}/run2"}
+    build_trainer(tmp_path / "mine", max_steps=2, learning_rate=0.1, **other, **SHORT).train()
+    if other:
+        shutil.rmtree(tmp_path / "mine")
+    trainer = build_trainer(
+        tmp_path / "mine", max_steps=4, learning_rate=0.1, checkpoint_uri=f"file://{store}", **SHORT
+    )
+    with pytest.raises(CheckpointLockedError, match="is the store of another run"):
+        trainer.train(resume_from_checkpoint=f"file://{tmp_path}/run2/checkpoint-2" if other else True)
+    assert json.loads((store / OWNER_NAME).read_text())["job"] == "another"
+
+
+def test_a_store_is_taken_over_from_the_disk_that_it_has_a_copy_of(tmp_path: Path) -> None:
+    store = trained_by_another(tmp_path)
+    for path in (tmp_path / "live", store / "checkpoint-2"):
+        assert path.is_dir()
+    trainer = build_trainer(tmp_path / "live", max_steps=4, checkpoint_uri=f"file://{store}", **SHORT)
+    trainer.train(resume_from_checkpoint=True)
+    assert json.loads((store / OWNER_NAME).read_text())["job"] != "another"
+    assert is_complete(store / "checkpoint-4")
+
+
+@pytest.mark.parametrize("content", [None, "mine"])
+def test_what_stands_where_a_checkpoint_is_fetched_to_is_kept(tmp_path: Path, caplog, content: str | None) -> None:
+    uri, there = f"file://{tmp_path}/store", tmp_path / "run" / "checkpoint-4"
+    build_trainer(tmp_path / "lost", max_steps=4, checkpoint_uri=uri, **SHORT).train()
+    there.mkdir(parents=True)
+    if content is not None:
+        (there / "predictions.csv").write_text(content)
+    build_trainer(tmp_path / "run", max_steps=6, checkpoint_uri=uri, **SHORT).train(resume_from_checkpoint=True)
+    assert is_complete(there)
+    kept = [path / "predictions.csv" for path in (tmp_path / "run").glob("_bad-checkpoint-4-*")]
+    assert [path.read_text() for path in kept] == [content] * (content is not None)
+    assert (f"It is not {uri}/checkpoint-4 as it was saved, which gets its name" in caplog.text) == bool(kept)
+
+
+def test_an_address_is_not_answered_with_another_run_s_checkpoint_of_that_number(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/store"
+    build_trainer(tmp_path / "theirs", max_steps=2, checkpoint_uri=uri, **SHORT).train()
+    build_trainer(tmp_path / "mine", max_steps=2, learning_rate=0.1, **SHORT).train()
+    weights = [(tmp_path / run / "checkpoint-2" / "model.safetensors").read_bytes() for run in ("theirs", "mine")]
+    assert weights[0] != weights[1]
+    for num_kept in (1, 1):  # the second time it is there
+        trainer = build_trainer(tmp_path / "mine", max_steps=2, **SHORT)
+        trainer.train(resume_from_checkpoint=f"{uri}/checkpoint-2")
+        assert (tmp_path / "mine" / "checkpoint-2" / "model.safetensors").read_bytes() == weights[0]
+        kept = list((tmp_path / "mine").glob("_bad-checkpoint-2-*/model.safetensors"))
+        assert [path.read_bytes() for path in kept] == [weights[1]] * num_kept
+
+
+def test_a_copy_replaces_no_other_checkpoint(tmp_path: Path, checkpoint: Path, capsys) -> None:
+    store, disk = store_of(tmp_path / "store"), tmp_path / "disk"
+    store.put(checkpoint)
+    copy = ["ckpt", "copy", f"{store.uri}/checkpoint-3", str(disk)]
+    assert main(copy) == main(copy) == 0
+    assert [path.name for path in disk.iterdir()] == ["checkpoint-3"]
+    damage(disk / "checkpoint-3")
+    assert main(copy) == 0
+    store.verify("checkpoint-3")
+    assert main(["ckpt", "verify", str(disk / "checkpoint-3")]) == 0
+    shutil.copytree(checkpoint.with_name("checkpoint-6"), disk / "checkpoint-3", dirs_exist_ok=True)
+    assert main(copy) == 2
+    assert re.search(
+        r"disk/checkpoint-3 is there already, and no copy of file://.*; remove it", capsys.readouterr().err
+    )
+    assert len(list(disk.iterdir())) == 2
+
+
+def test_pruning_a_store_leaves_the_best(tmp_path: Path) -> None:
+    store = store_of(tmp_path / "store")
+    for step in (1, 2, 3, 4):
+        with publish_directory(tmp_path / f"checkpoint-{step}", ALONE) as staged:
+            staged.metadata["trainer"] = {"best_step": 1}
+        store.put(tmp_path / f"checkpoint-{step}")
+    for place in (str(tmp_path), store.uri):
+        assert main(["ckpt", "prune", place, "--keep", "2"]) == 0
+    assert store.names() == [path.name for path in sorted(tmp_path.glob("checkpoint-*"))]
+    assert store.names() == ["checkpoint-1", "checkpoint-4"]
+
+
+# --- uploads that fail, and those at the end of a script --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn"])
+def test_the_last_upload_that_fails_is_raised_at_the_end(tmp_path: Path, flaky, monkeypatch, policy: str) -> None:
+    monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", 0.1)
+    flaky.failures = {"put": 10**6}
+    options = {"max_steps": 2, "on_save_error": policy, **SHORT}
+    trainer = build_trainer(tmp_path / "run", checkpoint_uri=f"flaky://{tmp_path}/store", **options)
+    with pytest.raises(ConnectionResetError, match="put: connection reset") if policy == "raise" else nullcontext():
+        trainer.train()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-2"]  # and no lock
+
+
+def test_no_checkpoint_is_removed_while_it_is_uploaded(tmp_path: Path, flaky, monkeypatch) -> None:
+    put_file = LocalFileSystem.put_file
+    monkeypatch.setattr(flaky, "put_file", lambda *given, **options: (time.sleep(0.1), put_file(*given, **options)))
+    trainer = build_trainer(
+        tmp_path / "run", checkpoint_uri=f"flaky://{tmp_path}/store", max_steps=4, eval_steps=1, eval_samples=2,
+        eval_strategy="steps", load_best_model_at_end=True, save_total_limit=1, **{**SHORT, "save_steps": 1},
+        metric_for_best_model="score", greater_is_better=True,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda _: {"score": -float(trainer.state.global_step)}
+    trainer.train()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-1"]
+    assert (tmp_path / "store" / "checkpoint-4" / MARKER_NAME).exists()
+
+
+class Terminate(TrainerCallback):
+    """Sends SIGTERM once the upload before has failed."""
+
+    trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            self.trainer.run_checkpoints.checkpointer._uploads.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_is_answered_whatever_an_upload_has_met(tmp_path: Path, flaky, monkeypatch) -> None:
+    monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", 0.1)
+    flaky.failures = {"put": 10**6}
+    stop = Terminate()
+    options = {"max_steps": 8, "options": {"callbacks": [stop]}, **SHORT}
+    stop.trainer = build_trainer(tmp_path / "run", checkpoint_uri=f"flaky://{tmp_path}/store", **options)
+    with pytest.raises(SystemExit) as ended:
+        stop.trainer.train()
+    assert ended.value.code == 85
+    assert (tmp_path / "run" / "checkpoint-3" / "COMMITTED").exists()
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_the_last_upload_of_a_script_is_complete(tmp_path: Path, async_: bool) -> None:
+    script = textwrap.dedent(
+        f"""
+        import time
+        from concurrent.futures import ThreadPoolExecutor
+        import torch
+        from accel_trainer import Accelerator, ProjectConfiguration
+        from accel_trainer.checkpoint.object_store import ObjectStore
+
+        options = ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=options, config={{"checkpoint_uri": "file://{tmp_path}/store"}})
+        accelerator.prepare(torch.nn.Linear(2, 1))
+        pool, claim = ThreadPoolExecutor(1), ObjectStore.claim
+        pool.submit(int)
+
+        def claim_late(store):
+            time.sleep(0.5)
+            pool.submit(int).result()  # as clients look up an address
+            claim(store)
+
+        ObjectStore.claim = claim_late
+        accelerator.save_state(async_={async_})
+        """
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=100)
+    assert is_complete(tmp_path / "store" / "checkpoint_0")

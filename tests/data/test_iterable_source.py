@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.graph_settings import apply_sharding
 
@@ -132,6 +132,32 @@ def test_the_epoch_reaches_the_stream_wherever_it_is_read(options: dict[str, Any
     loader.set_epoch(7)
     assert [batch.tolist() for batch in loader] == [[700, 701]]
     assert loader.epoch == 8
+
+
+class Between(IterableDataset):
+    """The numbers between two, as of the page of `torch.utils.data.IterableDataset`."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+
+def share_numbers(worker_id: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.start += 4 * worker_id
+    info.dataset.end = min(info.dataset.start + 4, info.dataset.end)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_worker_init_function_finds_the_stream_and_shares_it_out(ranks: int) -> None:
+    loaders = [
+        prepare(DataLoader(Between(3, 10), 2, num_workers=2, worker_init_fn=share_numbers), rank, ranks)
+        for rank in range(ranks)
+    ]
+
+    assert sorted(valid_ids(loaders)) == list(range(3, 10))
 
 
 def test_a_generator_attribute_is_seeded_for_the_epoch() -> None:

@@ -17,6 +17,7 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -661,3 +662,22 @@ def test_a_generator_of_a_sampler_that_is_no_plain_shuffle_is_said_to_be_not_fol
     assert "follows the seed 3" in caplog.text
     assert caplog.text.count("was seeded") == 1
     assert torch.equal(torch.cat(again), torch.cat(first))
+
+
+class Scenes(Dataset):
+    """Items that are found by a name."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.full((4,), float(len(name)))
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_names_of_items_that_are_batches_are_one_row_each() -> None:
+    names = ["a", "scene-2", "c3"]
+    loaders = [prepare(DataLoader(Scenes(), sampler=names, batch_size=None), rank, 2) for rank in range(2)]
+
+    steps = [([int(batch[0]) for batch in batches], loaders[0].rows.rows) for batches in zip(*loaders, strict=True)]
+
+    assert steps == [([1, 7], (1, 1)), ([2, 1], (1, 0))]

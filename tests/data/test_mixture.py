@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
@@ -115,6 +116,31 @@ def test_sets_of_datasets_stay_such_and_others_become_a_subset() -> None:
     assert [number - 10 if number > 9 else number for number in mixed["id"]] == [subset[n] for n in range(len(subset))]
 
 
+def tripled(rows: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {"id": [3 * number for number in rows["id"]]}
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_sets_keep_their_transforms_whether_these_are_alike_or_not(is_alike: bool) -> None:
+    first, second = numbers(range(10), range(10, 30))
+    other = second.with_transform(tripled) if is_alike else second
+    mixed = mix_datasets([first.with_transform(tripled), other], [1, 1])
+    plain = mix_datasets([first, second], [1, 1])
+
+    expected = [number * 3 if is_alike or number < 10 else number for number in plain["id"]]
+    assert [mixed[index]["id"] for index in range(len(mixed))] == expected
+    assert isinstance(mixed, datasets.Dataset) == is_alike
+
+
+def test_tables_of_other_columns_are_one_table_and_their_tensors_stay_tensors() -> None:
+    first, second = numbers(range(10), range(10, 30))
+    second = second.add_column("size", [1] * 20)
+
+    assert isinstance(mix_datasets([first, second], [1, 1]), datasets.Dataset)
+    mixed = mix_datasets([first.with_format("torch"), second.with_format("torch")], [1, 1])
+    assert all(isinstance(mixed[index]["id"], torch.Tensor) for index in range(len(mixed)))
+
+
 def test_streams_are_interleaved_by_datasets() -> None:
     streams = [each.to_iterable_dataset() for each in numbers(range(10), range(10, 30))]
     mixed = mix_datasets(streams, [1, 3], seed=2, stopping_strategy="all_exhausted")
@@ -188,6 +214,32 @@ def test_a_file_describes_a_mixture(tmp_path: Path) -> None:
     assert sum(row == facts for row in rows[:200]) == pytest.approx(120, abs=25)
     assert not any(row == facts for row in rows[200:])
     assert (7, 8) in rows
+
+
+CHAT = "{% for each in messages %}{{ each.content }} {% endfor %}{% if add_generation_prompt %}good{% endif %}"
+MARKED = (
+    "{% for each in messages %}{% if each.role == 'user' %}{{ each.content }} {% else %}"
+    "{%- generation -%}{{ each.content }}{%- endgeneration -%}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "is_marked"),
+    [(CHAT, False), ({"default": CHAT, "rag": MARKED}, False), (MARKED, True), ({"default": MARKED}, True)],
+)
+def test_labels_are_what_a_template_marks_and_all_without_marks(template: Any, is_marked: bool, tmp_path: Path) -> None:
+    from tests.documented_job import build_tokenizer
+
+    turns = [{"role": "user", "content": "bad"}, {"role": "assistant", "content": "film"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}))
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+
+    sample = load_mixture({"datasets": [{"path": "json", "data_files": str(tmp_path / "chat.jsonl")}]}, tokenizer)[0]
+
+    bad, film = tokenizer.convert_tokens_to_ids(["bad", "film"])
+    assert [token for token in sample["labels"] if token in (bad, film)] == ([film] if is_marked else [bad, film])
+    assert (-100 in sample["labels"]) == is_marked
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,18 @@ def test_tables_of_datasets_give_the_rows_of_a_plain_set(strategy: str) -> None:
         assert packed.__getitems__(range(len(packed))) == [expected[index] for index in range(len(expected))]
 
 
+def test_lengths_are_those_of_the_transformed_documents() -> None:
+    def end(rows: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": [[*ids, 1] for ids in rows["input_ids"]]}
+
+    table = datasets.Dataset.from_dict({"input_ids": [[2] * length for length in some_lengths()]})
+    transformed = table.with_transform(end)
+    packed = pack_dataset(transformed, 32)
+
+    read = [document["input_ids"] for row in packed.__getitems__(range(len(packed))) for document in row]
+    assert sorted(read) == sorted(transformed[index]["input_ids"] for index in range(60))
+
+
 def test_lengths_that_are_given_are_not_counted() -> None:
     class Unread(Documents):
         def __getitem__(self, index: int) -> Any:
@@ -241,12 +253,39 @@ def test_a_collate_function_of_ones_own_makes_the_documents() -> None:
         ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "a document of 2 tokens has padding, by its attention_mask"),
         ({"input_ids": [1, 2], "attention_mask": torch.tensor([1, 0])}, "tokenize with padding=False"),
         ({"input_ids": [1, 2], "text": "ab", "label": 3}, "has label, text without a value for each token"),
+        ({"input_ids": torch.tensor([1, 2]), "id": torch.tensor(7)}, "a document of 2 tokens has id without a value"),
         ([1, 2], "a sample to be packed has list, and packing counts"),
     ],
 )
 def test_samples_that_are_no_documents_are_refused(sample: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PackingCollator()([[sample]])
+
+
+def test_documents_of_other_columns_are_refused_by_the_column() -> None:
+    row = [{"input_ids": [1, 2], "token_type_ids": [0, 0]}, {"input_ids": [3]}]
+
+    with pytest.raises(ConfigError, match="some documents of a batch have token_type_ids, and others have none"):
+        PackingCollator()([row])
+
+
+@pytest.mark.parametrize(
+    "ids", [np.array([1, 2], "uint8"), np.array([1, 2], "uint16"), torch.tensor([1, 2], dtype=torch.int32)]
+)
+def test_tokens_of_any_integers_and_documents_without_tokens_make_a_batch_of_int64(ids: Any) -> None:
+    for rows in ([[{"input_ids": [3]}, {"input_ids": ids}]], [{"input_ids": []}, {"input_ids": ids}]):
+        batch = PackingCollator()(rows)
+
+        assert {batch[name].dtype for name in ("input_ids", "labels", "position_ids")} == {torch.int64}
+        assert batch["labels"].max() == 2
+        assert batch["labels"].min() == -100
+
+
+def test_an_empty_document_leaves_other_columns_the_type_of_the_others() -> None:
+    rows = [{"input_ids": [], "token_type_ids": []}, {"input_ids": [1, 2], "token_type_ids": [1, 1]}]
+
+    assert PackingCollator()(rows)["token_type_ids"].tolist() == [[0, 0], [1, 1]]
+    assert PackingCollator()(rows)["token_type_ids"].dtype is torch.int64
 
 
 # --- ranks, workers and resumes ---------------------------------------------------------------------------------------

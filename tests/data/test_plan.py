@@ -110,6 +110,17 @@ def test_batches_of_any_size_are_shared_out_exactly_once(
     assert [rows.is_last for _, rows in rounds] == [False] * (len(rounds) - 1) + [True] * bool(rounds)
 
 
+@pytest.mark.parametrize("even", [False, True])
+def test_drop_last_leaves_no_batch_out_for_being_short_in_a_round_of_as_many_as_shards(even: bool) -> None:
+    batches = [[0, 1], [2], [3], [4, 5], [6, 7, 8]]
+    rounds = rounds_of(batches, RoundRule(2, 3, even=even, drop_last=True))
+
+    assert rounds == [
+        ([[0, 1], [2]], BatchRows((2, 1), (2, 1))),
+        ([[3], [4, 5]], BatchRows((1, 2), (1, 2), is_last=True)),
+    ]
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     num_samples=st.integers(1, 50),
@@ -175,6 +186,18 @@ def test_indices_that_are_no_lists_count_as_one_row() -> None:
     rounds = rounds_of([0, 1, 2], RoundRule(2, None))
 
     assert rounds == [([0, 1], BatchRows((1, 1), (1, 1))), ([2, 0], BatchRows((1, 0), (1, 1), is_last=True))]
+
+
+@pytest.mark.parametrize("keys", [["a", "scene-2", "c3"], [(0, 5), (1, 2), (7, 7)]])
+def test_a_key_of_any_length_is_one_row_and_is_lent_as_it_is(keys: list[Any]) -> None:
+    rule = RoundRule(2, None, even=False, is_batched=False)
+    first, second, third = keys
+
+    assert rounds_of(keys, rule) == [
+        ([first, second], BatchRows((1, 1), (1, 1))),
+        ([third, first], BatchRows((1, 0), (1, 1), is_last=True)),
+    ]
+    assert rounds_of([keys], RoundRule(1, None, is_batched=False)) == [((keys,), BatchRows((3,), (3,), is_last=True))]
 
 
 def test_the_permutation_is_a_function_of_seed_and_epoch() -> None:

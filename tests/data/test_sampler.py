@@ -64,6 +64,32 @@ def test_batches_of_varying_size_are_recycled_whole() -> None:
     assert shards == [[[0], [3, 4, 5]], [[1, 2], [0]]]
 
 
+class ByTokens(BatchSampler):
+    """At most `batch_size` tokens in a batch, of samples that have one more each."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for index in self.sampler:
+            if sum(batch) + index > self.batch_size:
+                yield batch
+                batch = []
+            batch.append(index)
+        if not self.drop_last:
+            yield batch
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def test_drop_last_keeps_the_batches_of_a_sampler_that_counts_something_else() -> None:
+    sampler = ByTokens(SequentialSampler(range(10)), 10, True)
+    shards = shards_of(sampler, 2)
+
+    assert list(sampler) == [[0, 1, 2, 3, 4], [5], [6], [7], [8]]
+    assert shards == [[[0, 1, 2, 3, 4], [6]], [[5], [7]]]
+    assert len(ShardedBatchSampler(sampler, 2, 0)) == 2
+
+
 def test_one_process_takes_everything_as_it_is() -> None:
     assert shards_of(batches(13, 4), 1) == [list(batches(13, 4))]
     assert shards_of(batches(13, 4), 1, split_batches=True) == [list(batches(13, 4))]

@@ -101,6 +101,24 @@ def read_everything(config: dict[str, Any]) -> dict[str, Any]:
     return {name: read_shards(sizes, {}, config) for name, sizes in EVERYTHING.items()}
 
 
+def by_name(samples: list[int]) -> dict[str, Any]:
+    return {"ids": samples, "labels": {"of": samples}}
+
+
+def take_apart(sizes: list[int]) -> list[list[int]]:
+    process = join()
+    loader = DataLoader(Shards(sizes), 2, collate_fn=by_name)
+    prepared = prepare_data_loader(loader, process=process, config=DataConfig(), seed=1)
+    return [batch["labels"].pop("of") for batch in prepared if batch.pop("ids")]
+
+
+def test_a_batch_that_is_lent_again_is_whole_whatever_was_taken_out_of_it_before() -> None:
+    for sizes, second in (([6, 2], [100, 101]), ([6, 0], [0, 1])):
+        ranks = run_ranks(take_apart, 2, sizes)
+
+        assert ranks == [[[0, 1], [2, 3], [4, 5]], [second] * 3]
+
+
 @pytest.mark.parametrize("config", [{"even_batches": True}, {}], ids=["even", "uneven"])
 def test_each_rank_reads_its_own_shards_and_all_take_the_same_steps(config: dict[str, Any]) -> None:
     first, second = run_ranks(read_everything, 2, config)

@@ -47,6 +47,18 @@ def test_smoothed_labels_need_no_logits(tmp_path: Path, model: str):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5)
 
 
+def test_a_trained_model_smooths_no_labels_by_itself(tmp_path: Path):
+    trainer = build_trainer(tmp_path, label_smoothing_factor=0.5, loss_implementation="chunked", max_steps=1)
+    trainer.train()
+    model, batch = trainer.model, trainer.data_collator([trainer.train_dataset[0]])
+
+    with torch.no_grad():
+        in_chunks = model.train()(**batch).loss
+        whole = model.eval()(**batch).loss
+
+    assert in_chunks.item() == pytest.approx(whole.item(), rel=1e-5)
+
+
 def watched(tmp_path: Path, **options: Any) -> Watching:
     trainer = build_trainer(tmp_path, loss_implementation="chunked", **options)
     trainer.__class__ = type("Trainer", (Watching, type(trainer)), {})

@@ -272,6 +272,36 @@ def test_items_that_are_batches_and_streams_read_by_workers_are_evaluated_exactl
             assert loss == pytest.approx(expected["loss"], rel=1e-6)
 
 
+class TwoParts(IterableDataset):
+    """A stream of which the part of the first of two workers ends in a step that not all ranks have samples of."""
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        worker = torch.utils.data.get_worker_info()
+        parts = (range(9), range(100, 124))
+        for part in parts if worker is None else parts[worker.id :: worker.num_workers]:
+            yield from ({"index": index} for index in part)
+
+
+def predict_parts(output_dir: str, batch_size: int) -> list[Any]:
+    case = Case("one", "tokens", "stream", 33, batch_size, even_batches=False)
+    changes = {"per_device_eval_batch_size": batch_size, "dataloader_num_workers": 2, "label_names": ["labels"]}
+    found = []
+    for joins in (True, False):
+        trainer = build_trainer(output_dir, eval_do_concat_batches=joins, **changes)
+        trainer.data_collator = Collate(case.rows, case.labels)
+        output = trainer.predict(TwoParts())
+        kinds = [[each] if joins else each for each in (output.predictions, output.label_ids)]
+        found.append([[batch.tolist() for batch in kind] for kind in kinds])
+    return found
+
+
+@pytest.mark.multirank
+def test_a_short_step_in_the_middle_leaves_predictions_in_order(tmp_path):
+    expected = predict_parts(str(tmp_path), 8)
+
+    assert run_ranks(predict_parts, 2, str(tmp_path), 4) == [expected] * 2
+
+
 # --- lists with one entry for each sample ---------------------------------------------------------------------------
 
 

@@ -146,7 +146,10 @@ def test_a_run_of_several_epochs_resumes_at_the_row(tmp_path: Path):
     ("changes", "found"),
     [
         ({"seed": 7}, r"with data_seed=42, this run has 7, .* Resume with data_seed=42, or set ignore_data_skip=True"),
-        ({"packing_strategy": "bfd_split"}, r"with packing_strategy=bfd, this run has bfd_split, and its training data"),
+        (
+            {"packing_strategy": "bfd_split"},
+            r"with packing_strategy=bfd, this run has bfd_split, and its training data",
+        ),
     ],
 )
 def test_rows_that_are_packed_otherwise_are_no_resume(tmp_path: Path, changes: dict[str, Any], found: str):

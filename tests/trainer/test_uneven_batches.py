@@ -16,6 +16,7 @@ from accel_trainer.data.plan import BatchRows
 from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.trainer.loop import WindowReader
+from accel_trainer.trainer.loss import LossKind
 from accel_trainer.trainer.run_clock import RunClock
 from tests.cells import beyond
 from tests.ranks import preload, run_ranks
@@ -167,3 +168,35 @@ def test_batches_that_the_loader_did_not_give_are_refused_where_they_would_weigh
     reader.begin(batches)
     with pytest.raises(ConfigError, match=r"2 batches, 1 of them as the loader gave them, .* has \(1, 0\) samples"):
         reader.begin(["other", *batches])
+
+
+class LoaderOfFour(list):
+    """A pass of four batches of one row on each rank."""
+
+    rows = BatchRows((1, 1), (1, 1))
+
+
+def test_a_batch_that_the_loader_gives_again_and_again_weighs_as_others_do():
+    process = ProcessContext(0, 0, 2, 2, torch.device("cpu"), "gloo")
+    one = {"x": torch.ones(1)}
+    reader = WindowReader(LoaderOfFour([one] * 4), process, RunClock(process))
+
+    reader.begin(list(reader))
+    weights = []
+    for reader.index in range(4):
+        options = {"has_items": False, "over_ranks": False, "shifts_labels": False}
+        weights.append(reader.weigh(torch.ones(()), LossKind.ROW_MEAN, **options).item())
+
+    assert weights == [0.25] * 4
+
+
+def test_a_batch_is_filler_where_no_step_has_samples_for_it():
+    process = ProcessContext(1, 1, 2, 2, torch.device("cpu"), "gloo")
+    both, filler = {"x": torch.ones(1)}, {"x": torch.ones(1)}
+    loader = LoaderOfFour([both, both, filler, filler])
+    reader = WindowReader(loader, process, RunClock(process))
+    for own in (1, 0, 0, 0):
+        loader.rows = BatchRows((1, own), (1, 1))
+        next(reader)
+
+    assert [len(reader.without_filler(batch)["x"]) for batch in (both, filler)] == [1, 0]

@@ -145,13 +145,22 @@ def export_weights(
     One tensor is in memory at a time (of torch's own files, one shard).
 
     Raises:
-        ConfigError: `target` is a file, or the checkpoint itself.
+        ConfigError: `target` is a file, or the checkpoint itself, or lies in it.
     """
     if target.is_file() or target.absolute() == source.absolute():
         raise ConfigError(f"{target.absolute()} is {'a file' if target.is_file() else 'the checkpoint'}; give another")
+    _refuse_inside(source, target)
     weights = find_weights(source, unit, verify)
     lazy = {name: weights.lazy(name) for name in weights}
     return save_weights(lazy, target, max_shard_size, safe_serialization=safe_serialization)
+
+
+def _refuse_inside(source: Path, target: Path) -> None:
+    if (source / MANIFEST_NAME).is_file() and target.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(
+            f"{target.absolute()} lies in {source.absolute()}, which would no longer be what its {MANIFEST_NAME} "
+            "says; give a directory outside of it"
+        )
 
 
 # Files of a Trainer's checkpoint that are not copied: the written ones replace them.
@@ -172,11 +181,12 @@ def export_hf_fsdp(source: Path, target: Path, *, is_sharded: bool, unit: int = 
         unit: which model, where there are several.
 
     Raises:
-        ConfigError: `target` is there already, and no empty directory.
+        ConfigError: `target` is there already, and no empty directory, or lies in the checkpoint.
         IncompatibleCheckpointError: parameters of the optimizer have no names, or others than the weights have.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target.absolute()} is there already; give a new directory, or an empty one")
+    _refuse_inside(source, target)
     if (source / MANIFEST_NAME).is_file():
         _verify(source, unit, verify)
     weights, optimizer = _tied_weights(source, unit), _find_optimizer(source, unit)

@@ -510,6 +510,7 @@ def keeping_best(trainer: Trainer, run_dir: Path) -> Iterator[None]:
         )
     limit = args.save_total_limit
     if limit == 1 and best is not None and Path(best).parent.resolve() == run_dir.resolve():
+        trainer.run_checkpoints.checkpointer.finish_uploads()  # of some that are to go
         _retire_others(trainer, Path(best))
     args.save_total_limit = None if limit == 1 else limit
     try:

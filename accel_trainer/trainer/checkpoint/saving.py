@@ -155,6 +155,7 @@ class SavingMethods(_Upstream):
             protected=survivors,
             # Not the last one of a run that a signal ends: nothing is left to be done meanwhile.
             in_background=self.accelerator.config.save_async and not self.is_preempted,
+            ends_run=self.is_preempted,
         )
         self.accelerator.check_replicas(job.section)
         best, is_saved = state.best_model_checkpoint, False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from accel_trainer.checkpoint.interop.huggingface import export_weights
+from accel_trainer.checkpoint.interop.huggingface import export_hf_fsdp, export_weights
 from accel_trainer.checkpoint.weights.weight_files import WeightFiles, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
 from accel_trainer.launch.cli import main
@@ -99,6 +100,11 @@ def test_the_target_is_neither_a_file_nor_the_checkpoint(saved: Path):
         export_weights(saved / "parts", saved / "bin" / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"is the checkpoint; give another"):
         export_weights(saved / "parts", saved / "parts")
+    for export in (export_weights, partial(export_hf_fsdp, is_sharded=True)):
+        with pytest.raises(
+            ConfigError, match=r"state/\.\./state/x lies in .*/state, which would no longer be what its"
+        ):
+            export(saved / "state", saved / "state" / ".." / "state" / "x")
 
 
 def test_a_second_model_is_found_by_its_number_only(tmp_path: Path):

@@ -38,7 +38,9 @@ class AwaitUpload(TrainerCallback):
         wait_until((self.store / f"checkpoint-{state.global_step}" / "COMMITTED").exists)
 
 
-def train_to_best(directory: Path, damaged: str | None = None, resumed: str | bool | None = None, **changes: Any) -> Any:
+def train_to_best(
+    directory: Path, damaged: str | None = None, resumed: str | bool | None = None, **changes: Any
+) -> Any:
     """Train 4 updates, of which the second is the best, and return the Trainer."""
     options = {"load_best_model_at_end": True, "save_total_limit": 1, "save_steps": 1, "max_steps": 4, **changes}
     callbacks: list[TrainerCallback] = [DamageBest(damaged)] if damaged else []
