@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from accel_trainer.data.plan import mix_seed, permutation
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.runtime.tensor_trees import send_to_device
@@ -236,11 +236,20 @@ class PackedStream(IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the next row is: plain data if the state of the data set is."""
-        return dict(self._state)
+        return {**self._state, "packed_by": self._packed_by()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Begin the next pass at a state."""
-        self._begin = state_dict
+        """Begin the next pass at a state; an IncompatibleCheckpointError where its rows were packed otherwise."""
+        before, now = state_dict.get("packed_by"), self._packed_by()
+        if before not in (None, now):
+            raise IncompatibleCheckpointError(
+                f"the place is one in rows of {before}, and these are packed by {now}; resume with those options"
+            )
+        self._begin = state_dict if "window" in state_dict else None
+
+    def _packed_by(self) -> dict[str, Any]:
+        names = ("packing_strategy", "seed", "buffer_size")
+        return {"max_length": self.max_length, **dict(zip(names, self._options, strict=True))}
 
     def __iter__(self) -> Iterator[list[Any]]:
         begin, self._begin = self._begin or {"dataset": None, "window": 0, "given": 0}, None

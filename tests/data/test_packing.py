@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_trainer.data.packing import pack_lengths
 from accel_trainer.data_loader import PackingCollator, check_packing, pack_dataset
-from accel_trainer.errors import ConfigError
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from tests.number_sets import prepare
 
 STRATEGIES = ("bfd", "bfd_split", "wrapped")
@@ -352,6 +353,23 @@ def test_the_tokens_of_an_epoch_are_the_same_on_any_ranks_workers_and_after_a_ki
 
     hashes = [hashlib.sha256(b"".join(steps)).hexdigest() for steps in (expected, read + tokens_of(resumed))]
     assert hashes[0] == hashes[1]
+
+
+def test_rows_of_a_stream_that_are_packed_otherwise_are_no_resume() -> None:
+    documents = datasets.Dataset.from_dict({"input_ids": [[index] * (index % 7 + 1) for index in range(1, 41)]})
+
+    def loader_of(max_length: int) -> Any:
+        packed = pack_dataset(documents.to_iterable_dataset(), max_length)
+        return prepare(DataLoader(packed, 1, collate_fn=PackingCollator()), 0, 1, use_stateful_dataloader=True)
+
+    begun = loader_of(8)
+    state = next(begun.state_dict() for step, _ in enumerate(begun) if step == 3)
+    message = r"in rows of \{'max_length': 8,.*, and these are packed by \{'max_length': 16, .* resume with those"
+    for max_length in (8, 16):
+        resumed = loader_of(max_length)
+        with nullcontext() if max_length == 8 else pytest.raises(IncompatibleCheckpointError, match=message):
+            resumed.load_state_dict(state)
+            assert next(iter(resumed))["input_ids"].shape[1] <= 8
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
