@@ -135,11 +135,11 @@ demo: $(VENV)/.installed ## fine-tune a classifier under FSDP on two processes (
 		$$([ "$$gpus" -ge $(DEMO_RANKS) ] || echo --cpu) examples/finetune_classifier.py $(DEMO_ARGS)
 
 .PHONY: test
-test: $(VENV)/.built ## run the tests of the package
+test: $(VENV)/$(if $(TESTS),.installed,.built) ## run the tests of the package
 	$(PYTEST) $(or $(TESTS),$(SHARED) $(AROUND:%=--ignore=%))
 
 .PHONY: test-around
-test-around: $(VENV)/.built ## run the tests of what stands around it: contrib, examples, documentation, benchmarks
+test-around: $(VENV)/$(if $(TESTS),.installed,.built) ## run the tests of what stands around it: contrib, examples, documentation, benchmarks
 	$(PYTEST) $(SHARED) $(or $(TESTS),$(AROUND))
 
 .PHONY: test-cells

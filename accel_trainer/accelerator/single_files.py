@@ -228,9 +228,9 @@ def merge_fsdp_weights(
                     f"{f'{output_path} is in' if is_within else f'holds more than shards: it has no {METADATA_NAME}'}; "
                     "give the directory of the shards itself, and another to write to, or remove it yourself"
                 )
-            export_weights(Path(checkpoint_dir), Path(output_path), safe_serialization=safe_serialization)
+            export_weights(shards, Path(output_path), safe_serialization=safe_serialization)
             if remove_checkpoint_dir:
-                shutil.rmtree(checkpoint_dir)
+                shutil.rmtree(shards)
 
 
 def _write_full(process: ProcessContext, file: Path, state: Mapping[str, Any] | None) -> None:

@@ -285,7 +285,7 @@ class AcceleratorTracking(AcceleratorSettings):
             dist.barrier()
 
     def end_training(self) -> None:
-        """Finish a background save, whose error is raised, and the trackers; leave the job. Collective, at the end."""
+        """Finish a background save and uploads, whose errors are raised, and trackers; leave the job. Collective."""
         self._checkpointer.close()
         self._trackers.finish()
         if not self._data_config.split_batches:

@@ -333,11 +333,15 @@ class Checkpointer:
             if has_failed and uploads is not None:
                 uploads.give_up()
 
-    def finish_uploads(self) -> None:
-        """Wait until what has been saved is in the store, or cannot be. Collective."""
-        self._end_uploads(together=self._are_apart)
+    def finish_uploads(self, *, is_good: bool = True) -> None:
+        """Wait until what has been saved is in the store, or cannot be. Collective, but for a run that has failed."""
+        left_out, self._left_out = self._left_out, None
+        self._wait_for_uploads(together=self._are_apart and is_good)
+        if left_out is not None and self._uploads is not None and is_good:
+            left_out(self._uploads)
+        self._wait_for_uploads(together=self._are_apart and is_good)
 
-    def _end_uploads(self, *, together: bool) -> None:
+    def _wait_for_uploads(self, *, together: bool) -> None:
         # Where all ranks come here, those that wait for a node that has failed learn of it.
         while together and self._look_at_uploads():
             if self._uploads is not None:
@@ -653,12 +657,8 @@ class Checkpointer:
             self.wait()
             is_good = not is_failed
         finally:
-            together = self._are_apart and is_good
             try:
-                self._end_uploads(together=together)
-                if self._left_out is not None and self._uploads is not None and not is_failed:
-                    self._left_out(self._uploads)
-                self._end_uploads(together=together)
+                self.finish_uploads(is_good=is_good)
                 if is_good:
                     self._look_at_uploads()
                     self._raise_upload_error()

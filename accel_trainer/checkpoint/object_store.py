@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -37,7 +36,7 @@ from accel_trainer.checkpoint.manifest import (
     NodePart,
     num_blocks,
 )
-from accel_trainer.checkpoint.store import is_gone, pass_over
+from accel_trainer.checkpoint.store import is_gone, pass_over, signature
 from accel_trainer.errors import (
     AccelTrainerError,
     CheckpointLockedError,
@@ -230,13 +229,7 @@ class ObjectStore:
         self._is_claimed = True
 
     def _sign(self, **options: str) -> None:
-        mine = {
-            "job": self._job,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "boot": _boot(),
-            "time": time.time(),
-        }
+        mine = {"job": self._job, **signature(), "boot": _boot(), "time": time.time()}
         text = json.dumps({**mine, "newest": self._newest}).encode()
         self._try(partial(self._files.pipe_file, f"{self._root}/{OWNER_NAME}", text, **options))
 

@@ -213,10 +213,14 @@ def _take_over(path: Path, descriptor: int, owner: dict[str, Any], has_locks: bo
     _warn_of_takeover(path, owner)
 
 
+def signature() -> dict[str, Any]:
+    """Return what names this process, as `is_gone` reads it."""
+    return {"host": socket.gethostname(), "space": _space(), "pid": os.getpid()}
+
+
 def _sign(descriptor: int) -> None:
-    signature = {"host": socket.gethostname(), "space": _space(), "pid": os.getpid()}
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps({**signature, "since": time.strftime("%Y-%m-%d %H:%M:%S")}).encode(), 0)
+    os.pwrite(descriptor, json.dumps({**signature(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}).encode(), 0)
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:

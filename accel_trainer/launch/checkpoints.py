@@ -175,7 +175,7 @@ def _fetch(store: ObjectStore, name: str, directory: Path) -> None:
     path, manifest = directory / name, store.manifest(name)
     lock = DirectoryLock.take(directory / LOCK_NAME)
     try:
-        is_there = is_copy(path, manifest)
+        is_there = is_copy(path, manifest) and not Manifest.read(path).node_save  # a node's part is not all of it
         if not is_there and os.path.lexists(path):
             raise ConfigError(
                 f"{path.absolute()} is there already, and no copy of {store.uri}/{name}; remove it, or give another "

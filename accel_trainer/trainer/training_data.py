@@ -99,6 +99,11 @@ def _data_seed(args: TrainingArguments) -> int:
     return args.seed if args.data_seed is None else args.data_seed
 
 
+def packs_rows(args: TrainingArguments, dataset: Any) -> bool:
+    """Whether rows are made of a training set here, by the arguments; it may be of packed rows already."""
+    return asks_for_packing(args) and args.packing and not isinstance(dataset, (PackedDataset, PackedStream))
+
+
 def packed_for_training(trainer: Trainer, dataset: Any) -> tuple[Any, Any]:
     """Return the training set with the collator for it, as they are where nothing is packed. Not collective."""
     args = trainer.args
@@ -110,7 +115,7 @@ def packed_for_training(trainer: Trainer, dataset: Any) -> tuple[Any, Any]:
     elif args.remove_unused_columns:
         trainer._set_signature_columns_if_needed()
         columns = trainer._signature_columns
-    if args.packing and not isinstance(dataset, (PackedDataset, PackedStream)):
+    if packs_rows(args, dataset):
         dataset = pack_dataset(dataset, args.max_length or 0, args.packing_strategy, seed=_data_seed(args))
     return dataset, packing_collator(trainer, columns)
 

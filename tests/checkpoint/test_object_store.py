@@ -206,7 +206,7 @@ def test_two_runs_do_not_share_a_store(tmp_path: Path, checkpoint: Path) -> None
     process = subprocess.Popen(["true"])
     process.wait()  # its number is nobody's now
     ended = {**owner, "job": "ended", "pid": process.pid, "time": time.time()}
-    for changes, is_free in (({"boot": "another machine's"}, False), ({}, True)):
+    for changes, is_free in (({"boot": "another machine's"}, False), ({"space": "a container's"}, False), ({}, True)):
         (tmp_path / OWNER_NAME).write_text(json.dumps({**ended, **changes}))
         with nullcontext() if is_free else pytest.raises(CheckpointLockedError):
             store_of(tmp_path, job="next").put(checkpoint)

@@ -159,6 +159,9 @@ def test_rows_that_are_packed_otherwise_are_no_resume(tmp_path: Path, changes: d
     with pytest.raises(IncompatibleCheckpointError, match=found):
         build(str(tmp_path), **changes).train(resume_from_checkpoint=checkpoint)
     build(str(tmp_path), ignore_data_skip=True, **changes).train(resume_from_checkpoint=checkpoint)
+    again = build(str(tmp_path), **changes)
+    again.train_dataset = pack_dataset(documents(), MAX_LENGTH, seed=42)  # by nobody's arguments
+    again.train(resume_from_checkpoint=checkpoint)
 
 
 def test_another_length_of_a_row_is_no_resume(tmp_path: Path):

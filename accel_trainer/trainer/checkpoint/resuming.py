@@ -54,6 +54,7 @@ from accel_trainer.trainer.checkpoint.upstream_files import (
     check_named,
     files_to_read,
 )
+from accel_trainer.trainer.training_data import packs_rows
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
@@ -176,7 +177,8 @@ class ResumingMethods(SavingMethods):
         if resumption is not None:
             self._check_run(resumption, is_searched=True)  # an attempt may have a smaller batch
             self._steps_in_epoch = values[5]
-            values = resumption.take_position(self.args, dataloader, values)
+            packs = packs_rows(self.args, self.train_dataset)
+            values = resumption.take_position(self.args, dataloader, values, packs=packs)
             self.run_lengths = values
             resumption.warn_of_batch(self.args, self._update_batch(), values[6])
         return values
@@ -496,11 +498,15 @@ def keeping_best(trainer: Trainer, run_dir: Path) -> Iterator[None]:
     """
     # Upstream does so without verification: it would remove the last good checkpoint beside a best one that
     # is corrupt, and also directories that are no complete checkpoint of this Trainer.
-    args, state = trainer.args, trainer.state
+    args, state, run = trainer.args, trainer.state, trainer.run_checkpoints
+    best = state.best_model_checkpoint
+    is_here = best is not None and Path(best).parent.resolve() == run_dir.resolve()
+    step = None if run.resumption is None else state.best_global_step
     # Each rank has looked for its directory by itself, and loading it is collective.
-    best = gather_or_raise(trainer.accelerator.process, "end of training", None, state.best_model_checkpoint)[0]
-    if best is None and args.load_best_model_at_end and state.best_global_step:
-        best = _fetch_best(trainer, run_dir)
+    best, is_here, step = gather_or_raise(run.checkpointer.process, "end of training", None, (best, is_here, step))[0]
+    if best is None and args.load_best_model_at_end and step:
+        best = _fetch_best(run, run_dir, step)
+        is_here = best is not None
     state.best_model_checkpoint = best
     if args.load_best_model_at_end and best is None:
         logger.warning(
@@ -509,8 +515,8 @@ def keeping_best(trainer: Trainer, run_dir: Path) -> Iterator[None]:
             state.best_global_step,
         )
     limit = args.save_total_limit
-    if limit == 1 and best is not None and Path(best).parent.resolve() == run_dir.resolve():
-        trainer.run_checkpoints.checkpointer.finish_uploads()  # of some that are to go
+    if limit == 1 and best is not None and is_here:
+        run.checkpointer.finish_uploads()  # of some that are to go
         _retire_others(trainer, Path(best))
     args.save_total_limit = None if limit == 1 else limit
     try:
@@ -519,13 +525,11 @@ def keeping_best(trainer: Trainer, run_dir: Path) -> Iterator[None]:
         args.save_total_limit = limit
 
 
-def _fetch_best(trainer: Trainer, run_dir: Path) -> str | None:
+def _fetch_best(run: RunCheckpoints, run_dir: Path, step: int) -> str | None:
     """Copy the best checkpoint from the store, of a run that has lost its disk; None where it has none. Collective."""
-    checkpointer = trainer.run_checkpoints.checkpointer
-    find = partial(checkpointer.find_stored, partial(_has, "global_step", trainer.state.best_global_step))
-    process = checkpointer.process
+    find, process = partial(run.checkpointer.find_stored, partial(_has, "global_step", step)), run.checkpointer.process
     found = gather_calls(process, "end of training", find if process.is_main else lambda: None)[0]
-    return None if found is None else str(checkpointer.fetch(found, run_dir))
+    return None if found is None else str(run.checkpointer.fetch(found, run_dir))
 
 
 def _retire_others(trainer: Trainer, best: Path) -> None:

@@ -34,7 +34,6 @@ from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import set_rng_state
 from accel_trainer.trainer.arguments.training_arguments import TrainingArguments, list_options
 from accel_trainer.trainer.checkpoint.upstream_files import PREFIX, pass_streams_name
-from accel_trainer.trainer.training_data import asks_for_packing
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
@@ -154,14 +153,15 @@ class Resumption:
         data_seed = args.resolved.config.data.data_seed
         return before, str(args.seed if data_seed is None else data_seed)
 
-    def _compare_plan(self, args: TrainingArguments) -> None:
+    def _compare_plan(self, args: TrainingArguments, *, packs: bool) -> None:
         """Refuse packed rows, or a mixture, made otherwise than the checkpoint's: its place is one in those."""
-        names = ["packing_strategy", "max_length"] if asks_for_packing(args) and args.packing else []
+        names = ["packing_strategy", "max_length"] if packs else []
         names += ["dataset_mixture"] if args.resolved.config.dataset_mixture else []
         if not names:
             return
         options = {option.name: option.value for option in list_options(args)}
-        values = {name: (self.saved_options.get(name), options[name]) for name in names}
+        with as_corrupt(self.path / MANIFEST_NAME):
+            values = {name: (self.saved_options.get(name), options[name]) for name in names}
         for name, (before, now) in {**values, "data_seed": self._data_seeds(args)}.items():
             if before not in (None, now):
                 raise IncompatibleCheckpointError(
@@ -195,13 +195,16 @@ class Resumption:
             change.found, place, max_steps, change.settings,
         )  # fmt: skip
 
-    def take_position(self, args: TrainingArguments, loader: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def take_position(
+        self, args: TrainingArguments, loader: Any, values: tuple[Any, ...], *, packs: bool
+    ) -> tuple[Any, ...]:
         """Have the loader's next pass begin after the samples that were trained; return the lengths of the run.
 
         With a changed number of samples in an update, the run ends after as many samples as it would have.
 
         Args:
             values: those of upstream's `set_initial_training_values`, for a run from the beginning.
+            packs: the Trainer makes rows of its training set.
         """
         self.epoch = None
         saved = self.progress.get("position")
@@ -217,7 +220,7 @@ class Resumption:
         if args.ignore_data_skip:
             return values
         if position.samples:
-            self._compare_plan(args)
+            self._compare_plan(args, packs=packs)
         try:
             loader.load_state_dict(position.to_dict())
         except IncompatibleCheckpointError as error:

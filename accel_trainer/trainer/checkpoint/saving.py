@@ -370,8 +370,9 @@ def _write(trainer: Trainer, target: Path, staged: StagedDirectory) -> None:
     state = trainer.state
     if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST) and state.best_global_step:
         best, run = target.with_name(f"{PREFIX}{state.best_global_step}"), trainer.run_checkpoints
-        # This one is about to be. One that this run has not saved, nor that which it goes on from, is another's.
-        is_own = run.resumption is not None or state.best_global_step in run.running_losses
+        # This one is about to be. One that neither this run has saved, nor that which it goes on from, is another's.
+        goes_on = run.resumption is not None and run.resumption.path.parent.resolve() == target.parent.resolve()
+        is_own = goes_on or state.best_global_step in run.running_losses
         if best == target or (is_own and best.is_dir()):
             state.best_model_checkpoint = str(best)
     if not args.save_only_model:
