@@ -430,10 +430,12 @@ class Checkpointer:
             flaw = self._copy_together(store, *found, directory)
             self._tried_in_store.add(found[0])
             if flaw is None:
+                self._resumes_from_store = True
                 break
             logger.warning("%s/%s is passed over: %s", shown(store), found[0], flaw)
-        # Not where all here are of another run than those in the store: that one may be saving there.
-        self._resumes_from_store = found is not None or self._is_any_in_store(held, self._complete_of(held), section)
+        else:
+            # Not where all here are of another run than those in the store: that one may be saving there.
+            self._resumes_from_store = self._is_any_in_store(held, self._complete_of(held), section)
         if self.process.is_main:
             good = newest if found is None else int(found[0].removeprefix(self.kind.prefix))
             _pass_over_parts([path for number, path in numbered if number > good], passed_over)

@@ -367,12 +367,7 @@ class PackingCollator:
         width += -width % (self.pad_to_multiple_of or 1)
         fills = {"input_ids": self.pad_token_id, "labels": -100}
         names = dict.fromkeys(chain.from_iterable(chain.from_iterable(documents)))
-        columns = set(names) - {"labels"}
-        if lacking := sorted({name for row in documents for document in row for name in columns - document.keys()}):
-            raise ConfigError(
-                f"some documents of a batch have {', '.join(lacking)}, and others have none, which cannot be packed; "
-                "give all of them a value for each token, or remove those columns"
-            )
+        _check_columns(set(names) - {"labels"}, documents)
         batch = {name: _stack(documents, name, width, fills.get(name, 0)) for name in names}
         if "labels" not in batch:
             batch["labels"] = batch["input_ids"].clone()
@@ -430,6 +425,14 @@ class PackingCollator:
 
 def _is_all_true(mask: Any) -> bool:
     return bool(mask.all()) if isinstance(mask, Tensor) else 0 not in mask
+
+
+def _check_columns(columns: set[str], documents: list[list[dict[str, Any]]]) -> None:
+    if lacking := sorted({name for row in documents for document in row for name in columns - document.keys()}):
+        raise ConfigError(
+            f"some documents of a batch have {', '.join(lacking)}, and others have none, which cannot be packed; "
+            "give all of them a value for each token, or remove those columns"
+        )
 
 
 def _stack(documents: list[list[dict[str, Any]]], name: str, width: int, fill: int) -> Tensor:

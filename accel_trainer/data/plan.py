@@ -121,6 +121,11 @@ class RoundRule:
         """Batches of the stream that one round takes."""
         return 1 if self.split else self.shards
 
+    @property
+    def batches_needed(self) -> int:
+        """Batches without which a round is not taken."""
+        return self.batches_per_round if self.drop_last else 1
+
     def is_key(self, batch: Any) -> bool:
         """Whether an item of the stream is one sample's key that has a length."""
         return not self.is_batched and isinstance(batch, (str, bytes, tuple))
@@ -160,11 +165,10 @@ def plan_rounds(first: list[Any], rest: Iterable[Any], rule: RoundRule) -> Itera
     width = rule.batches_per_round
     upcoming = list(islice(source, width))
     previous: BatchRows | None = None
-    needed = width if rule.drop_last else 1
-    goes_on = len(upcoming) >= needed
+    goes_on = len(upcoming) >= rule.batches_needed
     while goes_on:
         current, upcoming = upcoming, list(islice(source, width))
-        goes_on = len(upcoming) >= needed
+        goes_on = len(upcoming) >= rule.batches_needed
         is_last = not goes_on
         if rule.split:
             mine, rows, sizes = _split(current[0], first, rule)

@@ -173,11 +173,10 @@ class _Pass:
         losses = loss.detach().mean().expand(samples) if self.wants_losses and loss is not None else None
         if self.args.batch_eval_metrics:
             self._batch_metrics(inputs if samples else None, losses, logits, labels, is_last)
-        if samples and self.keeps_predictions:
+        if not samples:
+            self._note_lent()
+        elif self.keeps_predictions:
             self._keep(inputs, losses, logits, labels)
-        elif not samples:
-            for results in self._kinds:
-                results.num_lent += 1
 
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
         """Return loss, logits and labels of one batch, in memory that the next batch leaves alone."""
@@ -190,6 +189,10 @@ class _Pass:
             # torch.compile's CUDA graphs write the next batch's results into the same memory.
             loss, logits = map_leaves(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, (loss, logits))
         return loss, logits, labels
+
+    def _note_lent(self) -> None:
+        for results in self._kinds:
+            results.num_lent += 1
 
     def _preprocess(self, logits: Any, labels: Any) -> Any:
         preprocess = self.trainer.preprocess_logits_for_metrics

@@ -369,12 +369,7 @@ def _write(trainer: Trainer, target: Path, staged: StagedDirectory) -> None:
             upstream_files.save_averages(trainer, staged)
     state = trainer.state
     if args.save_strategy in (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST) and state.best_global_step:
-        best, run = target.with_name(f"{PREFIX}{state.best_global_step}"), trainer.run_checkpoints
-        # This one is about to be. One that neither this run has saved, nor that which it goes on from, is another's.
-        goes_on = run.resumption is not None and run.resumption.path.parent.resolve() == target.parent.resolve()
-        is_own = goes_on or state.best_global_step in run.running_losses
-        if best == target or (is_own and best.is_dir()):
-            state.best_model_checkpoint = str(best)
+        _name_best(trainer, target)
     if not args.save_only_model:
         trainer._save_optimizer_and_scheduler(directory)
         trainer._save_scaler(directory)
@@ -395,6 +390,17 @@ def _write(trainer: Trainer, target: Path, staged: StagedDirectory) -> None:
         # Files of weights hold tied parameters under the first of their names.
         "tied": {name: first for first, *tied in names for name in tied},
     }
+
+
+def _name_best(trainer: Trainer, target: Path) -> None:
+    """Note the best checkpoint where it is there: that which is being written, or one of this run."""
+    state, run = trainer.state, trainer.run_checkpoints
+    best = target.with_name(f"{PREFIX}{state.best_global_step}")
+    # One that neither this run has saved, nor that which it goes on from, is another's.
+    goes_on = run.resumption is not None and run.resumption.path.parent.resolve() == target.parent.resolve()
+    is_own = goes_on or state.best_global_step in run.running_losses
+    if best == target or (is_own and best.is_dir()):
+        state.best_model_checkpoint = str(best)
 
 
 @for_all
