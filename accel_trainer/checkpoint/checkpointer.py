@@ -335,11 +335,12 @@ class Checkpointer:
 
     def finish_uploads(self, *, is_good: bool = True) -> None:
         """Wait until what has been saved is in the store, or cannot be. Collective, but for a run that has failed."""
+        together = self._are_apart and is_good
         left_out, self._left_out = self._left_out, None
-        self._wait_for_uploads(together=self._are_apart and is_good)
+        self._wait_for_uploads(together=together)
         if left_out is not None and self._uploads is not None and is_good:
             left_out(self._uploads)
-        self._wait_for_uploads(together=self._are_apart and is_good)
+        self._wait_for_uploads(together=together)
 
     def _wait_for_uploads(self, *, together: bool) -> None:
         # Where all ranks come here, those that wait for a node that has failed learn of it.

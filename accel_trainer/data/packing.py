@@ -227,7 +227,11 @@ class PackedStream(IterableDataset[Any]):
     def __init__(self, dataset: Any, max_length: int, packing_strategy: str, seed: int, buffer_size: int) -> None:
         self.dataset = dataset
         self.max_length = max_length
-        self._options = packing_strategy, seed, buffer_size
+        self._strategy, self._seed, self._buffer_size = packing_strategy, seed, buffer_size
+        self._packed_by = {
+            "max_length": max_length, "packing_strategy": packing_strategy, "seed": seed, "buffer_size": buffer_size,
+        }  # fmt: skip
+        """What its rows depend on, for a state: the place in them is none in others."""
         self._num_longer = 0
         self._begin: dict[str, Any] | None = None
         self._state: dict[str, Any] = {}
@@ -236,27 +240,23 @@ class PackedStream(IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the next row is: plain data if the state of the data set is."""
-        return {**self._state, "packed_by": self._packed_by()}
+        return {**self._state, "packed_by": self._packed_by}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Begin the next pass at a state; an IncompatibleCheckpointError where its rows were packed otherwise."""
-        before, now = state_dict.get("packed_by"), self._packed_by()
+        before, now = state_dict.get("packed_by"), self._packed_by
         if before not in (None, now):
             raise IncompatibleCheckpointError(
                 f"the place is one in rows of {before}, and these are packed by {now}; resume with those options"
             )
         self._begin = state_dict if "window" in state_dict else None
 
-    def _packed_by(self) -> dict[str, Any]:
-        names = ("packing_strategy", "seed", "buffer_size")
-        return {"max_length": self.max_length, **dict(zip(names, self._options, strict=True))}
-
     def __iter__(self) -> Iterator[list[Any]]:
         begin, self._begin = self._begin or {"dataset": None, "window": 0, "given": 0}, None
         self._before = begin["dataset"]
         if self._before is not None:
             self.dataset.load_state_dict(self._before)
-        read = self._wrapped if self._options[0] == "wrapped" else self._windows
+        read = self._wrapped if self._strategy == "wrapped" else self._windows
         for row in read(begin["window"], begin["given"]):
             yield [_cut(sample, begin, end) for sample, begin, end in row]
 
@@ -266,13 +266,13 @@ class PackedStream(IterableDataset[Any]):
             yield row
 
     def _windows(self, first: int, given: int) -> Iterator[list[Piece]]:
-        strategy, seed, size = self._options
+        size = self._buffer_size
         documents = self._documents(size)
         for number in count(first):
             if not (held := list(islice(documents, size))):
                 return
             lengths, before = np.array([length for _, length in held]), self._before
-            pieces, counts = _pack_window(lengths, self.max_length, strategy, mix_seed(seed, number))
+            pieces, counts = _pack_window(lengths, self.max_length, self._strategy, mix_seed(self._seed, number))
             rest = iter(pieces.tolist())
             for index, count_here in enumerate(counts.tolist(), 1):
                 row = [(held[document][0], begin, end) for document, begin, end in islice(rest, count_here)]
@@ -289,7 +289,7 @@ class PackedStream(IterableDataset[Any]):
             if (sample := next(samples, None)) is None:
                 return
             length = _count_tokens(sample)
-            if length > self.max_length and self._options[0] == "bfd" and not self._num_longer:
+            if length > self.max_length and self._strategy == "bfd" and not self._num_longer:
                 self._num_longer = length
                 logger.warning(
                     f"a document of {length} tokens is longer than max_length={self.max_length}: the ends of such are "
