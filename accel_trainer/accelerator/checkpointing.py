@@ -239,7 +239,7 @@ class AcceleratorCheckpointing(AcceleratorWeights):
             )
         configuration = self.project_configuration
         if output_dir is not None:
-            target = Path(output_dir)
+            target = Path(output_dir).expanduser()
             digits = target.name.rpartition("_")[2].rpartition("-")[2]
             directory, name, number = target.parent, target.name, int(digits) if digits.isdecimal() else None
         elif not configuration.automatic_checkpoint_naming:
@@ -527,7 +527,7 @@ class AcceleratorCheckpointing(AcceleratorWeights):
         if is_uri(input_dir):
             input_dir = self._checkpointer.fetch(str(input_dir), self._checkpoints_directory())
         if input_dir is not None:
-            selection = self._checkpointer.select_named(Path(input_dir), mode, self._files_to_read)
+            selection = self._checkpointer.select_named(Path(input_dir).expanduser(), mode, self._files_to_read)
             with metrics.resuming("load"):
                 outcome = self._load_selected(selection)
         else:
@@ -545,7 +545,7 @@ class AcceleratorCheckpointing(AcceleratorWeights):
 
     def _has_state(self, input_dir: str | Path | None) -> bool:
         """Whether a state has been saved, good or bad by now; that there is none is said. Collective."""
-        directory = self._checkpoints_directory() if input_dir is None else Path(input_dir)
+        directory = self._checkpoints_directory() if input_dir is None else Path(input_dir).expanduser()
         place = (directory, None) if input_dir is None else (directory.parent, directory.name)
         found = self._checkpointer.has_any(*place)
         if not found:

@@ -365,7 +365,7 @@ class AcceleratorWeights(AcceleratorSettings):
             NonFiniteError: weights are NaN or infinite, and `on_nonfinite` is not "warn".
             ProcessGroupError: rank 0 could not write.
         """
-        directory = Path(save_directory)
+        directory = Path(save_directory).expanduser()
         if directory.is_file():
             raise ConfigError(f"save_directory {str(directory.absolute())!r} is a file; give a directory")
         found = self._find_unit(model)

@@ -90,8 +90,8 @@ def _with_known_order(
         shuffle.seed = broadcast_object(shuffle.seed, process)
     if generator is not None:
         seed, state = broadcast_object((generator.initial_seed(), generator.get_state()), process)
-        is_drawn = generator is loader.generator
-        base = _with_shuffle(base, lambda data: GeneratorRandomSampler(data, generator, state, draws_seed=is_drawn))
+        draws: Any = {"draws_seed": generator is loader.generator, "keeps_workers": loader.persistent_workers}
+        base = _with_shuffle(base, lambda data: GeneratorRandomSampler(data, generator, state, **draws))
     elif config.use_seedable_sampler:
         base = _with_shuffle(base, lambda data: SeedableRandomSampler(data, seed))
     return base, seed

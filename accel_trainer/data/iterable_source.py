@@ -43,6 +43,7 @@ def build_stream_source(
     loader: DataLoader[Any], *, process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
 ) -> SliceSource | ShardSource:
     """Return an iterable's source of one shard, or of all for None; all ranks read it unless it has enough shards."""
+    _check_iteration(loader)
     batch_size = loader.batch_size or 1
     splits = config.split_batches and loader.batch_size is not None
     if splits:
@@ -60,6 +61,17 @@ def build_stream_source(
         reader = _reader(loader, own_stream, in_order=loader.in_order)
         return ShardSource(reader, own_stream, worker_seed, process, full)
     return _slices(loader, SlicedStream(dataset, rule, seed, **options), worker_seed)
+
+
+def _check_iteration(loader: DataLoader[Any]) -> None:
+    """Refuse a class that goes over its batches itself: it would meet the steps of the internal stream."""
+    iterate = type(loader).__iter__
+    if iterate is not DataLoader.__iter__ and not iterate.__module__.startswith(("torchdata.", "accel_trainer.")):
+        raise ConfigError(
+            f"{type(loader).__name__} has an __iter__ of its own, and its dataset, a {type(loader.dataset).__name__}, "
+            "is iterable: its batches come from steps of all ranks. Do the same in the collate_fn or in the dataset, "
+            "or around the prepared loader"
+        )
 
 
 def _slices(loader: DataLoader[Any], stream: SlicedStream, seed: int) -> SliceSource:

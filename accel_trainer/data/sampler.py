@@ -92,11 +92,23 @@ class GeneratorRandomSampler(SeedableRandomSampler):
     that state and the epoch alone, and needs no pass before it.
     """
 
-    def __init__(self, data_source: Sized, generator: torch.Generator, state: Tensor, *, draws_seed: bool) -> None:
-        """`state` is that of rank 0's generator; `draws_seed`, whether a pass of the loader draws a seed from it."""
+    def __init__(
+        self,
+        data_source: Sized,
+        generator: torch.Generator,
+        state: Tensor,
+        *,
+        draws_seed: bool,
+        keeps_workers: bool = False,
+    ) -> None:
+        """`state` is that of rank 0's generator; `draws_seed`, whether a pass of the loader draws a seed from it.
+
+        One whose workers live on draws it in the first epoch alone.
+        """
         super().__init__(data_source, generator.initial_seed())
         self.generator = generator
         self.draws_seed = draws_seed
+        self._keeps_workers = keeps_workers
         self._states = {0: state}
         """At the beginning of epochs: where the state was found, and of those reached since."""
         self._left = generator.get_state()
@@ -105,7 +117,7 @@ class GeneratorRandomSampler(SeedableRandomSampler):
     @property
     def order(self) -> Tensor:
         """The order of the present epoch: int64, one entry for each sample."""
-        return self._draw(self._state_at(self.epoch))[0]
+        return self._draw(self.epoch, self._state_at(self.epoch))[0]
 
     def take(self, process: ProcessContext | None) -> None:
         """Take the generator as it is at the beginning of a pass, and leave it as after the pass.
@@ -136,14 +148,14 @@ class GeneratorRandomSampler(SeedableRandomSampler):
     def _state_at(self, epoch: int) -> Tensor:
         reached = max((known for known in self._states if known <= epoch), default=min(self._states))
         for passed in range(reached, epoch):
-            self._states[passed + 1] = self._draw(self._states[passed])[1]
+            self._states[passed + 1] = self._draw(passed, self._states[passed])[1]
         return self._states[max(reached, epoch)]
 
-    def _draw(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the order of a pass that begins with `state`, and the state after it, as torch's RandomSampler."""
+    def _draw(self, epoch: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the order of an epoch that begins with `state`, and the state after it, as torch's RandomSampler."""
         generator = torch.Generator()
         generator.set_state(state)
-        if self.draws_seed:
+        if self.draws_seed and not (self._keeps_workers and epoch):
             torch.empty((), dtype=torch.int64).random_(generator=generator)
         count = len(self.data_source)
         order = torch.randperm(count, generator=generator)

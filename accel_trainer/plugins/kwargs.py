@@ -368,6 +368,8 @@ class ProjectConfiguration:
 
     def set_directories(self, project_dir: str | Path | None) -> None:
         """Set `project_dir`, and `logging_dir` where none was given. A ConfigError beside another project_dir."""
+        folders = self.project_dir, self.logging_dir, project_dir
+        self.project_dir, self.logging_dir, project_dir = map(_below_home, folders)
         if None not in (self.project_dir, project_dir) and Path(self.project_dir) != Path(project_dir):  # type: ignore[arg-type]
             raise ConfigError(
                 f"project_dir={str(project_dir)!r} was given, and ProjectConfiguration(project_dir="
@@ -375,3 +377,8 @@ class ProjectConfiguration:
             )
         self.project_dir = project_dir if project_dir is not None else self.project_dir
         self.logging_dir = self.logging_dir if self.logging_dir is not None else self.project_dir
+
+
+def _below_home(folder: str | Path | None) -> str | Path | None:
+    """Return a folder with the home directory in the place of "~"."""
+    return Path(folder).expanduser() if folder is not None and str(folder).startswith("~") else folder

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_trainer import Accelerator
+from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from tests import warm
@@ -310,3 +310,21 @@ def test_r16_a_state_holds_options_and_versions_and_a_resume_names_what_differs(
         "had 8 samples = 4 x 2 x 1 (micro-batch x accumulation x ranks) from loader 0, and this run's have 4 samples = "
         "2 x 2 x 1 (micro-batch x accumulation x ranks); set gradient_accumulation_steps=4 (now 2) or batch_size=4 "
     ) in text
+
+
+def test_a_directory_may_be_given_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    accelerator = Accelerator(
+        cpu=True,
+        project_dir="~/project",
+        project_config=ProjectConfiguration(project_dir=tmp_path / "project", automatic_checkpoint_naming=True),
+    )
+    model = accelerator.prepare(nn.Linear(2, 1))
+    accelerator.save_state("~/state")
+    accelerator.save_state()
+    accelerator.save_model(model, "~/model")
+    assert accelerator.load_state("~/state", missing_ok=True) == tmp_path / "state"
+    assert accelerator.load_state("~/none", missing_ok=True) is None
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    assert (tmp_path / "project" / "checkpoints" / "checkpoint_0").is_dir()
+    assert accelerator.logging_dir == tmp_path / "project"

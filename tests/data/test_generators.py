@@ -61,12 +61,15 @@ def test_the_order_is_that_of_plain_pytorch(kind: Callable[[Generator], DataLoad
     assert seeded_passes(own, loader) == expected
 
 
-def test_the_order_with_workers_is_that_of_plain_pytorch() -> None:
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_order_with_workers_is_that_of_plain_pytorch(persistent: bool) -> None:
     plain, own = Generator(), Generator()
-    loaders = build(plain, num_workers=1), prepare(build(own, num_workers=1))
-    for seed in (42, 42):
-        plain.manual_seed(seed)
-        own.manual_seed(seed)
+    options = {"num_workers": 1, "persistent_workers": persistent}
+    loaders = build(plain, **options), prepare(build(own, **options))
+    for seed in (42, None, 42, None):
+        if seed is not None:
+            plain.manual_seed(seed)
+            own.manual_seed(seed)
         assert indices(loaders[1]) == indices(loaders[0])
 
 

@@ -160,6 +160,15 @@ def test_a_worker_init_function_finds_the_stream_and_shares_it_out(ranks: int) -
     assert sorted(valid_ids(loaders)) == list(range(3, 10))
 
 
+def test_a_loader_class_that_goes_over_a_stream_itself_is_refused() -> None:
+    class Doubled(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return (batch * 2 for batch in super().__iter__())
+
+    with pytest.raises(ConfigError, match="Doubled has an __iter__ of its own, and its dataset, a Between, is iter"):
+        prepare(Doubled(Between(0, 5), 2))
+
+
 def test_a_generator_attribute_is_seeded_for_the_epoch() -> None:
     loaders = [prepare(DataLoader(OwnGenerator(8), 2), rank, 2) for rank in range(2)]
 
