@@ -18,6 +18,7 @@ from accel_trainer.contrib.planner import Cluster, Workload, plan_layout
 from accel_trainer.launch.cli import main
 from tests.cells import beyond, selected
 from tests.conformance.models import GLOBAL_BATCH, build_model, build_optimizer, build_samples, collate, plain_loop
+from tests.loops import tiny_model
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload(
@@ -83,18 +84,20 @@ def test_a_file_says_in_three_lines_what_it_is_when_to_take_it_and_what_it_costs
         assert not lines[3].startswith("#")
 
 
-# Beyond the sample: options that others have, too; stages of real ranks are in tests/benchmarks/test_planned_peaks.py.
+# Beyond the sample: options that others have, too; stages of real ranks are in tests/benchmarks/test_planned_peaks.py,
+# and what is offloaded in tests/contrib/test_planner.py.
 ALIKE = (
-    "accelerate_fsdp_bert", "fsdp_config_flat", "full_shard_bf16", "hybrid_shard", "preemption", "shard_grad_op",
-    "zero1", "zero2", "zero2_offload_optimizer", "zero3", "zero3_offload",
+    "accelerate_fsdp_bert", "fsdp_config_flat", "full_shard_bf16", "full_shard_offload", "hybrid_shard", "preemption",
+    "qlora", "shard_grad_op", "zero1", "zero2", "zero2_offload", "zero2_offload_optimizer", "zero3", "zero3_offload",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [beyond(name) if name in ALIKE else name for name in EXPECTED])
 def test_a_file_is_planned(name: str):
     expected = EXPECTED[name]
+    kind = "llama" if expected.kind == "mlp" else expected.kind  # whose inputs a plan can make
     with torch.device("meta"):
-        model = build_model("llama" if expected.kind == "mlp" else expected.kind)  # whose inputs a plan can make
+        model = build_model(kind) if kind == "bert" else tiny_model(kind, num_hidden_layers=1)
     job = resolve(file=name, environ={}), expected.num_ranks, Workload(batch=2, sequence=12), Cluster(ranks_per_node=8)
     plan = plan_layout(model, *job)
     assert ", ".join(f"{axis} {size}" for axis, size in plan.sizes.items() if size > 1) == expected.sizes

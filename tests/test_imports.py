@@ -89,7 +89,9 @@ def loaded_after(*modules: str) -> set[str]:
 
 def imports_of_accelerate(source: str) -> list[int]:
     """Return the lines on which a source text imports accelerate, by statement or by name at run time."""
-    lines = []
+    lines: list[int] = []
+    if "accelerate" not in source:
+        return lines
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):

@@ -139,15 +139,20 @@ class AugmentedShards(torch.utils.data.IterableDataset):
             yield from (Augmented()[4 * shard + index] for index in range(4))
 
 
+def draw_in_each_way(kind: str, workers: int) -> list[dict[str, Any]]:
+    return [draw_streams(kind, workers, **options) for options in ({}, {}, {"same_on_all_ranks": True})]
+
+
 @pytest.mark.parametrize(("kind", "workers"), [("map", 0), ("map", 1), ("shards", 1)])
 def test_d21_streams_are_each_ranks_own_or_equal_where_that_is_asked_for(kind: str, workers: int):
-    first, second = run_ranks(draw_streams, 2, kind, workers)
+    drawn, again, same = zip(*run_ranks(draw_in_each_way, 2, kind, workers), strict=True)
+    first, second = drawn
     assert first["weights"] == second["weights"]
     assert first["mask"] != second["mask"]
     assert not set(first["own"] + first["noise"]) & set(second["own"] + second["noise"])
     assert sorted(first["order"] + second["order"]) == list(range(8))
-    assert run_ranks(draw_streams, 2, kind, workers) == [first, second]
-    first, second = run_ranks(draw_streams, 2, kind, workers, same_on_all_ranks=True)
+    assert again == drawn
+    first, second = same
     assert first.pop("order") != second.pop("order")
     assert first == second
 

@@ -89,24 +89,17 @@ figures = [memory_in_use(torch.device("cpu")), peak_memory(torch.device("cpu")),
 """
 
 
-def run(script: str, *words: str) -> tuple[list, str]:
-    command = [sys.executable, "-c", HIDDEN + script, *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
-
-
 @pytest.mark.parametrize("kind", [beyond(pytest.param(LOOP, id="loop")), pytest.param(TRAINER, id="Trainer")])
 def test_a_run_trains_saves_and_resumes_without_fcntl_resource_and_proc(tmp_path: Path, kind: str):
-    calls = "train('whole', None), train('run', 2), train('run', None)"
-    (whole, begun, resumed), said = run(f"{kind}\nos.chdir(sys.argv[1])\nprint(json.dumps([{calls}]))", str(tmp_path))
+    calls = "train('whole', None), train('run', 2), train('run', None), figures"
+    script = f"{HIDDEN}{kind}{MEMORY}\nos.chdir(sys.argv[1])\nprint(json.dumps([{calls}]))"
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    whole, begun, resumed, figures = json.loads(done.stdout.splitlines()[-1])
 
     assert len(whole) == 4
     assert begun == whole[:2]
     assert resumed[-2:] == whole[2:]
-    assert "this system has no flock (fcntl): a second run that saves to" in said
-
-
-def test_memory_that_nobody_tells_is_none_and_bounds_nothing():
-    figures, _ = run(f"{MEMORY}\nprint(json.dumps(figures))")
-    assert figures == [None, None, True]
+    assert "this system has no flock (fcntl): a second run that saves to" in done.stderr
+    assert figures == [None, None, True], "memory that nobody tells is None, and bounds nothing"

@@ -396,6 +396,13 @@ def begin_pass(
         loader.generator = kept
 
 
+def torch_iteration(loader_class: type) -> Callable[[Any], Iterator[Any]]:
+    """Return the `__iter__` that a class of loaders has from torch, or from torchdata, below what a user has added."""
+    above = (cls for cls in loader_class.__mro__ if cls.__module__.startswith(("torch.", "torchdata.")))
+    found: Callable[[Any], Iterator[Any]] = next(vars(cls)["__iter__"] for cls in above if "__iter__" in vars(cls))
+    return found
+
+
 def _import_for_workers(loader: DataLoader[Any]) -> None:
     """Have the server that forks workers import what each of them would, unless it runs or was told what to import.
 

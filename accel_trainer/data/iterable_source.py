@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data.index_source import begin_pass, check_length, length_of
+from accel_trainer.data.index_source import begin_pass, check_length, length_of, torch_iteration
 from accel_trainer.data.iterable_reader import (
     LaneOrigin,
     Origin,
@@ -43,7 +43,6 @@ def build_stream_source(
     loader: DataLoader[Any], *, process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
 ) -> SliceSource | ShardSource:
     """Return an iterable's source of one shard, or of all for None; all ranks read it unless it has enough shards."""
-    _check_iteration(loader)
     batch_size = loader.batch_size or 1
     splits = config.split_batches and loader.batch_size is not None
     if splits:
@@ -61,17 +60,6 @@ def build_stream_source(
         reader = _reader(loader, own_stream, in_order=loader.in_order)
         return ShardSource(reader, own_stream, worker_seed, process, full)
     return _slices(loader, SlicedStream(dataset, rule, seed, **options), worker_seed)
-
-
-def _check_iteration(loader: DataLoader[Any]) -> None:
-    """Refuse a class that goes over its batches itself: it would meet the steps of the internal stream."""
-    iterate = type(loader).__iter__
-    if iterate is not DataLoader.__iter__ and not iterate.__module__.startswith(("torchdata.", "accel_trainer.")):
-        raise ConfigError(
-            f"{type(loader).__name__} has an __iter__ of its own, and its dataset, a {type(loader.dataset).__name__}, "
-            "is iterable: its batches come from steps of all ranks. Do the same in the collate_fn or in the dataset, "
-            "or around the prepared loader"
-        )
 
 
 def _slices(loader: DataLoader[Any], stream: SlicedStream, seed: int) -> SliceSource:
@@ -289,7 +277,8 @@ class _StreamSource:
     def _begin(self, progress: Progress, shard: int, origin: Origin | None, skip: int) -> Iterator[Any]:
         self._stream.begin_pass(progress.epoch, origin, skip)
         is_mid_epoch = progress.start[1] > 0
-        begin = self._reader.__iter__
+        # Without what the user's class adds: that comes where its batches are complete.
+        begin = partial(torch_iteration(type(self._reader)), self._reader)
         return begin_pass(self._reader, begin, self._seed, progress.epoch, stream_index(shard), is_drawn=is_mid_epoch)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data.index_source import IndexSource, build_index_source, length_of
+from accel_trainer.data.index_source import IndexSource, build_index_source, length_of, torch_iteration
 from accel_trainer.data.iterable_source import ShardSource, SliceSource, build_stream_source
 from accel_trainer.data.metrics import keep_one_for_each
 from accel_trainer.data.plan import BatchRows, RanksLeft
@@ -23,7 +23,7 @@ from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import scatter_objects
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.side_stream import DeviceCopies, has_streams
-from accel_trainer.runtime.torch_private import LOADER_AT_REST, keeps_iterator
+from accel_trainer.runtime.torch_private import LOADER_AT_REST, keeps_iterator, over_batches
 from accel_trainer.runtime.whereabouts import section
 
 logger = get_logger(__name__)
@@ -331,9 +331,14 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def _read(self, progress: Progress) -> Iterator[Any]:
         if self._dispatch is None:
-            return self._read_own(progress)
-        assert not isinstance(self._source, ShardSource)
-        return _read_for_all(self._source.rounds(self, progress), progress, self._dispatch)
+            batches = self._read_own(progress)
+        else:
+            assert not isinstance(self._source, ShardSource)
+            batches = _read_for_all(self._source.rounds(self, progress), progress, self._dispatch)
+        if self.keeps_plan or isinstance(self._source, IndexSource):
+            return batches
+        # What makes the batches of a stream has no place for an `__iter__` of the user's class: it goes over them here.
+        return super(PreparedDataLoader, over_batches(self, batches)).__iter__()
 
     def _read_own(self, progress: Progress) -> Iterator[Any]:
         """Yield this rank's batches, from another step on whenever the pass has been moved there."""
@@ -397,7 +402,7 @@ class PreparedDataLoader(DataLoader[Any]):
     def keeps_plan(self) -> bool:
         """Whether the user's loader class leaves it to torch's to yield a batch for each that its sampler plans."""
         iterate: Any = super().__iter__
-        return iterate.__func__ is DataLoader.__iter__
+        return iterate.__func__ is torch_iteration(type(self))
 
     def _get_iterator(self) -> Any:
         """Return torch's iterator of the batches; every way of reading a loader comes here for it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import itertools
 import os
 import socket
 import sys
@@ -184,6 +185,10 @@ def _bound_device(device: torch.device, backend: str) -> torch.device | None:
     return device if device.type == "cuda" and _backends(backend).get("cuda") == "nccl" else None
 
 
+_joins = itertools.count()
+"""How many groups this process has joined by a launcher's store."""
+
+
 def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, timeout_seconds: float) -> None:
     address, port = info.main_address, info.main_port if info.main_port is not None else DEFAULT_PORT
     if address is None and info.world_size > 1:
@@ -193,12 +198,11 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
         )
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        # One process meets nobody, and opens no port.
-        store = dist.HashStore() if address is None else _loopback_store(info, address, port, timeout)
         with noting_connections():
+            store = _job_store(info, address, port, timeout)
             dist.init_process_group(
                 backend,
-                init_method=None if store is not None or address is None else f"tcp://{bracket_ipv6(address)}:{port}",
+                init_method=None if store is not None or address is None else _url(address, port),
                 store=store,
                 rank=info.rank,
                 world_size=info.world_size,
@@ -217,6 +221,24 @@ def _init_process_group(info: LaunchInfo, device: torch.device, backend: str, ti
             f"(backend {backend}, {info.launcher}): {error}. Check that all ranks were started and can reach it"
         ) from error
     atexit.register(_leave_at_exit)
+
+
+def _job_store(info: LaunchInfo, address: str | None, port: int, timeout: timedelta) -> dist.Store | None:
+    """Return the store by which the ranks meet; None for that which torch finds at the address. Collective."""
+    if address is None:
+        return dist.HashStore()  # one process meets nobody, and opens no port
+    if (store := _loopback_store(info, address, port, timeout)) is not None:
+        return store
+    # An agent keeps its store, and torch names each group as the first: in a second one a rank would find the address
+    # that another had in the first, "Connection refused".
+    if (number := next(_joins)) == 0:
+        return None
+    store, *_ = next(dist.rendezvous(_url(address, port), info.rank, info.world_size, timeout=timeout))
+    return dist.PrefixStore(f"group {number}", store)
+
+
+def _url(address: str, port: int) -> str:
+    return f"tcp://{bracket_ipv6(address)}:{port}"
 
 
 def _loopback_store(info: LaunchInfo, address: str, port: int, timeout: timedelta) -> dist.Store | None:

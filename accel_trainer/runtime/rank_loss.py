@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -33,7 +34,7 @@ from accel_trainer.errors import RankLostError
 from accel_trainer.logging import write_stderr
 from accel_trainer.runtime.own_watch import leave_watch
 from accel_trainer.runtime.torch_private import completed_work, count_groups_anew, group_timeout
-from accel_trainer.runtime.whereabouts import waits
+from accel_trainer.runtime.whereabouts import describe_thread, position_of, waits
 
 PREFIX = "accel_trainer/rank_loss"
 """Of the keys below in the job's store: of the store itself, whatever prefixes the ranks' own keys have."""
@@ -44,6 +45,8 @@ _NEVER = -1
 """The boundary of a replica that does not join."""
 _WORD_SECONDS = 2.0
 """For the launcher, to say that a rank is gone whose connections have broken. It looks every 0.1 s by default."""
+_ASLEEP_SECONDS = 2.0
+"""Of a rank in a collective whose connections are closed, until it ends itself: those that can fail fail at once."""
 _CONNECT_SECONDS, _CONNECT_ATTEMPTS = 5.0, 3
 """For ranks that begin to connect together, which takes hundredths of a second, and a tenth on a busy machine."""
 
@@ -167,6 +170,27 @@ class _RollCall:
     def _speak(self) -> None:
         for end in self._ends:
             end.send(b".")
+
+
+class _Sleeper:
+    """The thread that has made it, in the eyes of another: whether it sleeps until other ranks send something."""
+
+    def __init__(self) -> None:
+        self._thread, self._task = threading.get_ident(), threading.get_native_id()
+        self._seen: tuple[Any, ...] = ()
+        self._since = 0.0
+
+    def seconds(self) -> float:
+        """Return for how long it has done nothing else, as far as the calls of this function have seen."""
+        place = describe_thread(self._thread)
+        if place is None or not place.operation:
+            self._seen = ()
+            return 0.0
+        with open(f"/proc/self/task/{self._task}/status") as file:
+            seen = position_of(self._thread), *(line for line in file if line.startswith(("State:\tS", "voluntary")))
+        if seen != self._seen or len(seen) < 3:  # else it has slept since, and was not woken in between
+            self._seen, self._since = seen, time.monotonic()
+        return time.monotonic() - self._since
 
 
 class LossNotice:
@@ -306,6 +330,7 @@ class Survivors:
         """Those in this process that begin updates again."""
         self._said: dict[str, str] = {}
         self._is_over = threading.Event()
+        self._sleeper = _Sleeper()
         self._num_words = 0
         """Of the launcher, that this rank has read."""
         listening: dist.Store = dist.PrefixStore(PREFIX, store.clone())  # type: ignore[attr-defined]
@@ -403,14 +428,29 @@ class Survivors:
                 if is_new:
                     num_started = int(store.get("started")) if store.check(["started"]) else num_started
                     self.lost = frozenset(json.loads(store.get("lost")) if store.check(["lost"]) else ())
-                # One may be a member only since it is lost: those that connect to it would wait.
-                if self.has_lost() and (is_new or _before is not None):
-                    close_connections()
+                if self.has_lost():
+                    self._end_collectives(is_new)
                 pending = {*range(self._num_first, num_started)} - self._settled - self.returning
                 for number in pending:
                     self._look_at(number, store)
         except RuntimeError:  # the launcher is gone
             return
+
+    def _end_collectives(self, is_new: bool) -> None:
+        """Have the collectives of this rank raise, and end the rank where torch does not let one end."""
+        # One may be a member only since it is lost: those that connect to it would wait.
+        if is_new or _before is not None:
+            close_connections()
+            return
+        if self._sleeper.seconds() < _ASLEEP_SECONDS:
+            return
+        # gloo forgets a message of which a part was left to be written when its connection broke: Pair::signalException
+        # of torch 2.13 tells none of `tx_` with an unbound buffer, and who waits for it waits to the group's timeout.
+        write_stderr(
+            f"rank {self.rank} ends itself: a rank is lost, and torch does not end the collective that this one waits "
+            "in. The others go on without it"
+        )
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _look_at(self, number: int, store: dist.Store) -> None:
         """Note one that waits to join, and say so: from then on this rank asks at each boundary."""

@@ -18,7 +18,7 @@ from functools import cache, reduce
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -172,8 +172,17 @@ ORIGINAL_MODULE = "_orig_mod"
 RESET_METHODS = ("reset_parameters", "_reset_parameters")
 """Methods by which modules of torch initialise their own parameters."""
 
+_Loader = TypeVar("_Loader", bound=dataloader.DataLoader[Any])
+
 LOADER_AT_REST: Mapping[str, None] = {"_iterator": None, "_IterableDataset_len_called": None}
 """The attributes that a pass over a `DataLoader` leaves behind, as they are before the first."""
+
+
+def over_batches(loader: _Loader, batches: Iterator[Any]) -> _Loader:
+    """Return a loader of the same class and attributes that reads these batches once, in the place of its dataset."""
+    reader = type(loader).__new__(type(loader))
+    reader.__dict__.update(loader.__dict__, _get_iterator=lambda: batches)
+    return reader
 
 
 class AsWorker:

@@ -19,6 +19,7 @@ from accel_trainer.optimizer import move_to_device
 from accel_trainer.runtime.own_watch import current_watch
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -45,10 +46,8 @@ def test_a_schedule_steps_once_per_update_in_whatever_order_things_were_prepared
     scheduler = accelerator.prepare(scheduler)
     for _ in range(8):
         with accelerator.accumulate(model):
-            accelerator.backward(model(torch.ones(1, 2)).sum())
-            optimizer.step()
+            take_update(model(torch.ones(1, 2)).sum(), optimizer, accelerator)
             scheduler.step()
-            optimizer.zero_grad()
     assert scheduler.last_epoch == 2
 
 
@@ -147,9 +146,7 @@ def drift() -> tuple[int, str]:
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     try:
         for update in range(1, 200):
-            accelerator.backward(model(torch.ones(1, 4)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update(model(torch.ones(1, 4)).sum(), optimizer, accelerator)
             if update == 10 and accelerator.process_index == 1:
                 next(model.parameters()).data.add_(1)
             deadline = time.monotonic() + 20

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, O
 from accel_trainer import Accelerator
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from tests.loops import take_update
 from tests.ranks import run_ranks
 
 UPDATES = 6
@@ -46,10 +47,8 @@ def train(accelerator: Accelerator, prepared: Any, updates: int) -> list[list[fl
     rates = []
     for _ in range(updates):
         for model, optimizer, scheduler in prepared:
-            accelerator.backward(model(torch.ones(1, 1)).sum())
-            optimizer.step()
+            take_update(model(torch.ones(1, 1)).sum(), optimizer, accelerator)
             scheduler.step()
-            optimizer.zero_grad()
         rates.append([optimizer.param_groups[0]["lr"] for _, optimizer, _ in prepared])
     return rates
 

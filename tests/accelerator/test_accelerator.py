@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import math
 import pickle
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,14 @@ from accel_trainer import (
     PartialState,
 )
 from accel_trainer.errors import ConfigError
+from accel_trainer.utils import broadcast_object_list
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
+from tests.scenarios import Scenarios
 
-preload("accel_trainer.accelerator")
+preload("accel_trainer.accelerator", "tests.scenarios")
+
+SCENARIOS = Scenarios()
 
 
 def build(
@@ -78,24 +84,6 @@ def test_a_model_is_prepared_by_the_configuration_in_force():
         dataclasses.replace(accelerator.resolved, config=dataclasses.replace(config, accumulation=accumulation))
     )
     assert accelerator.gradient_accumulation_steps == 3
-
-
-def test_the_tutorial_loop_equals_plain_pytorch():
-    reference, plain_optimizer, loader, plain_scheduler = build()
-    for x, y in loader:
-        plain_optimizer.zero_grad()
-        nn.functional.mse_loss(reference(x), y).backward()
-        plain_optimizer.step()
-        plain_scheduler.step()
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, loader, scheduler = accelerator.prepare(*build())
-    for x, y in loader:
-        optimizer.zero_grad()
-        accelerator.backward(nn.functional.mse_loss(model(x), y))
-        optimizer.step()
-        scheduler.step()
-    assert torch.equal(model.weight, reference.weight)
-    assert scheduler.get_last_lr() == plain_scheduler.get_last_lr()
 
 
 def test_a_window_made_by_hand_is_divided_by_the_accumulation_steps():
@@ -154,10 +142,8 @@ def test_a_schedule_steps_with_its_optimizer_or_by_hand(options: dict[str, bool]
     found = []
     for x, y in loader:
         with accelerator.accumulate(model):
-            accelerator.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
+            take_update(nn.functional.mse_loss(model(x), y), optimizer, accelerator)
             scheduler.step()
-            optimizer.zero_grad()
             found.append(scheduler.get_last_lr()[0])
     assert found == pytest.approx(rates)
 
@@ -273,29 +259,6 @@ def test_calls_before_prepare_say_so():
         accelerator.accumulate(nn.Linear(1, 1))
 
 
-def test_models_accumulate_independently():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    first, second = accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1))
-    # After their models, one by one.
-    first_optimizer, second_optimizer = (
-        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0)) for model in (first, second)
-    )
-    with accelerator.accumulate(first):
-        accelerator.backward(first.bias.sum())
-    with accelerator.accumulate(second):
-        accelerator.backward(second.bias.sum())
-        assert not accelerator.sync_gradients
-    with accelerator.accumulate(first):
-        accelerator.backward(first.bias.sum())
-        assert accelerator.sync_gradients
-    assert first_optimizer.ends_window
-    assert not second_optimizer.ends_window
-    before = first.bias.item(), second.bias.item()
-    for optimizer in (first_optimizer, second_optimizer):
-        optimizer.step()
-    assert (first.bias.item(), second.bias.item()) == pytest.approx((before[0] - 1.0, before[1]))
-
-
 def facts(**arguments: Any) -> dict[str, Any]:
     """What a rank tells of itself."""
     state, accelerator = PartialState(), Accelerator(**arguments)
@@ -307,13 +270,16 @@ def facts(**arguments: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind"),
-    [({}, DistributedType.MULTI_CPU), ({"cpu": True, "strategy": "fsdp2"}, DistributedType.FSDP)],
-)
-def test_two_ranks_on_a_cpu_machine_are_two_ranks_without_any_flag(arguments: dict[str, Any], kind: DistributedType):
-    for rank, result in enumerate(run_ranks(facts, 2, **arguments)):
-        assert result == {"partial": (2, rank), "world": (2, rank, rank == 0), "last": rank == 1, "type": kind}
+@SCENARIOS.add  # the first: nothing has said before that the job is one of the CPU
+def facts_of_ranks() -> list[dict[str, Any]]:
+    return [facts(), facts(cpu=True, strategy="fsdp2")]
+
+
+def test_two_ranks_on_a_cpu_machine_are_two_ranks_without_any_flag():
+    for rank, found in enumerate(SCENARIOS.results("facts_of_ranks")):
+        expected = {"partial": (2, rank), "world": (2, rank, rank == 0), "last": rank == 1}
+        kinds = (DistributedType.MULTI_CPU, DistributedType.FSDP)
+        assert found == [{**expected, "type": kind} for kind in kinds]
 
 
 def updates_on_ranks() -> tuple[list[float], list[float], float]:
@@ -324,16 +290,14 @@ def updates_on_ranks() -> tuple[list[float], list[float], float]:
     model, optimizer, loader, scheduler = accelerator.prepare(*build(batch_size=4 // accelerator.num_processes))
     rates = []
     for x, y in loader:
-        accelerator.backward(nn.functional.mse_loss(model(x), y))
-        optimizer.step()
+        take_update(nn.functional.mse_loss(model(x), y), optimizer, accelerator)
         scheduler.step()
-        optimizer.zero_grad()
         rates.append(scheduler.get_last_lr()[0])
     return rates, accelerator.unwrap_model(model).weight.flatten().tolist(), seconds
 
 
 def test_the_number_of_processes_changes_neither_schedule_nor_updates():
-    (alone,) = run_ranks(updates_on_ranks, 1)
+    alone = updates_on_ranks()
     for rates, weights, seconds in run_ranks(updates_on_ranks, 2):
         assert (rates, seconds) == (alone[0], 17.0)
         assert weights == pytest.approx(alone[1], abs=1e-6)
@@ -349,12 +313,14 @@ def test_a_loader_iterated_within_itself_stays_active_outside():
         break
 
 
-def save_thrice(directory: Path) -> list[list[str]]:
+@SCENARIOS.add
+def save_thrice() -> list[list[str]]:
     """Save a model's weights in files of different sizes, over each other; return the files."""
     from accel_trainer.checkpoint.weights.weight_files import WeightFiles
 
     torch.manual_seed(3)
     accelerator, own = Accelerator(cpu=True, strategy="fsdp2"), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    directory = Path(*broadcast_object_list([tempfile.mkdtemp()]), "weights")
     expected, names = copy.deepcopy(own.state_dict()), []
     model = accelerator.prepare(own)
     for size in ("1200B", "10GB", "1200B"):
@@ -367,8 +333,8 @@ def save_thrice(directory: Path) -> list[list[str]]:
     return names
 
 
-def test_save_model_writes_the_whole_model_from_shards_and_removes_the_files_of_an_earlier_save(tmp_path: Path):
-    for first, whole, last in run_ranks(save_thrice, 2, tmp_path / "weights"):
+def test_save_model_writes_the_whole_model_from_shards_and_removes_the_files_of_an_earlier_save():
+    for first, whole, last in SCENARIOS.results("save_thrice"):
         assert (len(first), whole, last) == (3, ["model.safetensors"], first)
 
 

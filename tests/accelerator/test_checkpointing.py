@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from accel_trainer.errors import CheckpointNotFoundError, ConfigError, Incompati
 from tests import warm
 from tests.checkpoint.crash_job import SavedRun, acknowledged, assert_survived, save_repeatedly
 from tests.fault_injection import fault_env
-from tests.ranks import RankFailure, run_ranks
+from tests.ranks import RankFailure, ask_jobs, run_ranks
 
 
 class Box:
@@ -172,9 +173,9 @@ def slow_save(directory: Path) -> dict[str, Any]:
     return {**seen, **run.accelerator.checkpoint_metrics}
 
 
-def test_r5_a_background_save_stalls_shortly_and_saves_what_was_there_when_it_was_asked(tmp_path: Path):
-    fault = "sleep@save.before_vote:rank=1:step=1:seconds=1.5"
-    results = run_ranks(slow_save, 2, tmp_path, env=fault_env(fault))
+def test_r5_a_background_save_stalls_shortly_and_saves_what_was_there_when_it_was_asked(jobs: Any):
+    _, ask = jobs
+    results = ask("slow")
     for result in results:
         assert result["held"] == 1
         assert not result["published"]
@@ -207,40 +208,70 @@ def count_votes(directory: Path) -> list[int]:
     return votes
 
 
-def test_ranks_ask_each_other_once_an_update_whether_a_background_save_has_ended(tmp_path: Path):
-    fault = "sleep@save.before_vote:rank=1:step=0:seconds=2"
-    votes = run_ranks(count_votes, 2, tmp_path, env=fault_env(fault))
-    assert votes == [[0, 0, 1, 0, 0, 1]] * 2
+def test_ranks_ask_each_other_once_an_update_whether_a_background_save_has_ended(jobs: Any):
+    _, ask = jobs
+    assert ask("votes") == [[0, 0, 1, 0, 0, 1]] * 2
 
 
-@pytest.mark.parametrize("target", [":rank=0", ":rank=1", ""], ids=["rank0", "rank1", "both"])
-def test_r5_a_kill_in_the_background_loses_nothing_acknowledged(tmp_path: Path, target: str):
-    env = fault_env(f"kill9@save.after_vote{target}:step=1")
+@pytest.mark.parametrize("target", ["rank 0", "rank 1", "both"])
+def test_r5_a_kill_in_the_background_loses_nothing_acknowledged(jobs: Any, target: str):
+    folder, ask = jobs
     with pytest.raises(RankFailure, match="SIGKILL"):
-        run_ranks(save_repeatedly, 2, tmp_path, 3, async_=True, env=env)
-    assert acknowledged(tmp_path) == 0
-    assert assert_survived(tmp_path) in (0, 1)
+        ask(target)
+    assert acknowledged(folder / target) == 0
+    assert assert_survived(folder / target) in (0, 1)
 
 
-def fail_in_background(directory: Path, how: str) -> str:
-    run = SavedRun(directory)
-    run.fill(0)
-    run.accelerator.save_state()
-    run.accelerator.save_state(async_=True)
-    try:
-        getattr(run.accelerator, how)()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+CALLS = ("save_state", "load_state", "wait_for_checkpoint", "end_training")
+"""What raises the error of a save in the background; the last one leaves the job."""
 
 
-@pytest.mark.parametrize("how", ["save_state", "load_state", "wait_for_checkpoint", "end_training"])
-def test_r5_a_background_error_is_raised_by_whatever_comes_next(tmp_path: Path, how: str):
-    env = fault_env("raise@save.before_vote:rank=1:step=1")
-    told = run_ranks(fail_in_background, 2, tmp_path, how, env=env)
-    assert told[1] == "RuntimeError: fault injected at save.before_vote"
-    assert "RuntimeError: fault injected at save.before_vote" in told[0]
-    assert not list(tmp_path.rglob("_tmp-*"))
+def fail_in_background(directory: Path) -> dict[str, str]:
+    told = {}
+    for call in CALLS:
+        run = SavedRun(directory / call)
+        run.fill(0)
+        run.accelerator.save_state()
+        run.accelerator.save_state(async_=True)
+        try:
+            getattr(run.accelerator, call)()
+            told[call] = ""
+        except Exception as error:
+            told[call] = f"{type(error).__name__}: {error}"
+    return told
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_r5_a_background_error_is_raised_by_whatever_comes_next(jobs: Any, call: str):
+    folder, ask = jobs
+    first, failing = ask("errors")
+    assert failing[call] == "RuntimeError: fault injected at save.before_vote"
+    assert "RuntimeError: fault injected at save.before_vote" in first[call]
+    assert not list((folder / "errors" / call).rglob("_tmp-*"))
+
+
+FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "slow": (slow_save, "sleep@save.before_vote:rank=1:step=1:seconds=1.5"),
+    "votes": (count_votes, "sleep@save.before_vote:rank=1:step=0:seconds=2"),
+    "rank 0": (save_repeatedly, "kill9@save.after_vote:rank=0:step=1"),
+    "rank 1": (save_repeatedly, "kill9@save.after_vote:rank=1:step=1"),
+    "both": (save_repeatedly, "kill9@save.after_vote:step=1"),
+    "errors": (fail_in_background, "raise@save.before_vote:rank=1:step=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[[str], Any]]:
+    """Run two ranks with each of the FAULTS, in a directory of its name; return what gives the results of one."""
+    folder = tmp_path_factory.mktemp("background")
+
+    def run(name: str) -> list[Any]:
+        function, fault = FAULTS[name]
+        options = {"saves": 3, "async_": True} if function is save_repeatedly else {}
+        (folder / name).mkdir()
+        return run_ranks(function, 2, folder / name, env=fault_env(fault), **options)
+
+    return folder, ask_jobs(run, FAULTS)
 
 
 def leave_at_once(directory: Path) -> None:

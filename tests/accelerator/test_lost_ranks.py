@@ -27,6 +27,7 @@ from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.runtime.own_watch import current_watch
 from accel_trainer.runtime.process import find_rank
 from accel_trainer.runtime.rank_loss import Survivors
+from accel_trainer.runtime.whereabouts import waits
 from accel_trainer.strategies.ddp import DDPUnit
 from tests.cells import beyond, crossed
 from tests.fault_injection import fault_env
@@ -292,10 +293,9 @@ def test_updates_are_those_of_the_run_without_a_loss(place: str, rank: int, tmp_
 @pytest.mark.parametrize(
     "setup",
     [
-        Setup(num_steps=3),
+        Setup(num_steps=3, num_workers=2),
         Setup(num_steps=2, batch_size=3, even_batches=False),
         Setup(num_steps=2, by_tokens=True, even_batches=False),
-        Setup(num_workers=2),
     ],
     ids=str,
 )
@@ -305,6 +305,23 @@ def test_windows_of_several_micro_batches_begin_again(setup: Setup, tmp_path: Pa
 
 def test_loses_rank_after_rank_until_one_is_left(tmp_path: Path) -> None:
     check(tmp_path, (Killed(3, 2, "data"), Killed(0, 6, "backward"), Killed(1, 15, "callback")), Setup())
+
+
+@waits("a collective")
+def wait_in_vain() -> None:
+    time.sleep(60)
+
+
+def train_in_vain(killed: tuple[Killed, ...], setup: Setup, folder: Path) -> Any:
+    if find_rank() == 0:
+        globals()["kill_oneself"] = wait_in_vain
+    return train(killed, setup, folder)
+
+
+def test_a_rank_whose_collective_does_not_end_gives_itself_up(tmp_path: Path) -> None:
+    """As one that gloo has forgotten: closing the job's connections does not wake it."""
+    killed = Killed(0, 3, "backward"), Killed(2, 3, "backward")
+    check(tmp_path, killed, Setup(), world_size=3, run=functools.partial(run_ranks, train_in_vain))
 
 
 def test_begins_the_first_update_again(tmp_path: Path) -> None:
@@ -327,15 +344,15 @@ def say_why(parallel: dict[str, int]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "reason"),
+    ("world_size", "parallel", "reason"),
     [
-        ({}, "its shards of the model, or of the optimizer's state, are lost with the rank"),
-        ({"dp_replicate_size": 2, "tp_size": 2}, "its mesh has other axes than those of replicas and shards"),
+        (2, {}, "its shards of the model, or of the optimizer's state, are lost with the rank"),
+        (4, {"dp_replicate_size": 2, "tp_size": 2}, "its mesh has other axes than those of replicas and shards"),
     ],
     ids=["shards", "parts"],
 )
-def test_shards_are_refused_by_name(parallel: dict[str, int], reason: str) -> None:
-    assert all(said.startswith(reason) for said in run_ranks(say_why, 4, parallel, env=CONTINUE))
+def test_shards_are_refused_by_name(world_size: int, parallel: dict[str, int], reason: str) -> None:
+    assert all(said.startswith(reason) for said in run_ranks(say_why, world_size, parallel, env=CONTINUE))
 
 
 def kill_oneself() -> None:
@@ -404,7 +421,7 @@ def test_the_only_one_ahead_is_lost_while_it_gives_an_update(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("failing", "killed", "setup"),
     [
-        (Killed(1, 2, "backward"), Killed(2, 2, "optimizer"), Setup()),
+        beyond((Killed(1, 2, "backward"), Killed(2, 2, "optimizer"), Setup())),  # as where a third is lost, above
         (Killed(1, 2, "backward"), Killed(2, 3, "backward"), Setup(gathers=False)),
         (Killed(3, 3, "backward"), Killed(1, 3, "optimizer"), Setup(num_steps=2, by_tokens=True, even_batches=False)),
         (Killed(1, 3, "gather"), Killed(2, 3, "callback"), Setup()),
@@ -483,11 +500,10 @@ def test_a_loss_in_an_evaluation_of_a_loop_ends_all_together(tmp_path: Path) -> 
     "setup",
     [
         beyond(Setup(waits=(2,))),
-        beyond(Setup(waits=(3,))),  # behind the last update of an epoch, as below
-        Setup(num_steps=3, waits=(1,)),
+        beyond(Setup(waits=(3,))),
+        Setup(num_steps=3, num_workers=2, waits=(1,)),
         Setup(num_steps=2, batch_size=3, even_batches=False, waits=(2,)),
         Setup(by_tokens=True, even_batches=False, waits=(2,)),
-        Setup(num_workers=2, waits=(3,)),
         Setup(width=140_000, ema_decay=0.5, num_epochs=1, waits=(2,)),  # gradients of two buckets
     ],
     ids=str,

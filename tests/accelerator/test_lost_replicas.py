@@ -48,8 +48,9 @@ def without(*ranks: int, size: int = 2, world_size: int = 4) -> list[int]:
     return [rank for rank in range(world_size) if rank // size not in gone]
 
 
-# Beyond the sample what the tests below lose ranks at, too; before a backward as within it, where the others wait.
-BELOW = ("forward", "backward", "reduction", "vote", "callback")
+# Beyond the sample what the tests below lose ranks at, too; before a backward as within it, where the others wait, and
+# before a micro-batch as behind the one before.
+BELOW = ("data", "forward", "backward", "reduction", "vote", "callback")
 
 
 @pytest.mark.parametrize(
@@ -60,16 +61,15 @@ def test_updates_are_those_of_the_run_without_a_loss(place: str, rank: int, tmp_
     check(tmp_path, (Killed(rank, 3, place),), HSDP, left=without(rank))
 
 
+WINDOWS = [
+    HSDP._replace(num_steps=2, by_tokens=True, even_batches=False),
+    HSDP._replace(num_steps=3, gathers=False, ema_decay=0.5),
+]
+
+
 @pytest.mark.parametrize(
     ("place", "setup"),
-    crossed(
-        ["forward", "reduction", "vote"],
-        [
-            HSDP._replace(num_steps=3, gathers=False),
-            HSDP._replace(num_steps=2, by_tokens=True, even_batches=False),
-            HSDP._replace(ema_decay=0.5),
-        ],
-    ),
+    [*crossed(["reduction", "vote"], WINDOWS), *(beyond(("forward", setup)) for setup in WINDOWS)],
     ids=str,
 )
 def test_windows_of_several_micro_batches_begin_again(place: str, setup: Setup, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def train_voting(killed: tuple[Killed, ...], setup: Setup, folder: Path) -> Any:
     return train(killed, setup, folder)
 
 
-@pytest.mark.parametrize("place", ["forward", "gather", "callback"])
+@pytest.mark.parametrize("place", [beyond("forward"), "gather", "callback"])
 def test_a_rank_that_had_voted_steps_where_others_have(place: str, tmp_path: Path) -> None:
     number = 3 if place == "forward" else 2
     setup = HSDP._replace(gathers=place == "gather")
@@ -104,14 +104,17 @@ def test_a_rank_that_had_voted_steps_where_others_have(place: str, tmp_path: Pat
 
 def test_no_replica_is_left(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="died without an answer"):
-        run_ranks(train, 4, (Killed(0, 3, "data"), Killed(2, 3, "data")), HSDP, env=CONTINUE, outlives=True)
+        run_ranks(
+            train, 4, (Killed(0, 3, "data"), Killed(2, 3, "data")), HSDP, env=CONTINUE, outlives=True, grace_seconds=0.5
+        )
 
 
 @pytest.mark.parametrize(
     ("rank", "setup"),
     [
-        (3, HSDP._replace(waits=(4,))),  # behind the last update of an epoch
+        beyond((3, HSDP._replace(waits=(4,)))),
         (0, HSDP._replace(waits=(5,), ema_decay=0.5)),
+        # Behind the last update of an epoch.
         (2, HSDP._replace(waits=(2,), num_steps=2, by_tokens=True, even_batches=False)),
     ],
     ids=str,

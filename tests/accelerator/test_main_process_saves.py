@@ -18,6 +18,7 @@ from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.runtime import rank_watch
 from accel_trainer.runtime.own_watch import stop_watch
 from accel_trainer.utils import DataLoaderConfiguration
+from tests.loops import take_update
 from tests.ranks import RankFailure, map_jobs, preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -55,10 +56,8 @@ def train(folder: Path, saves_at: int | None, resumes: bool) -> tuple[Any, ...]:
     for _ in range(1 if resumes else 2):  # the rest of the second epoch
         for (batch,) in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(model(batch / NUM_SAMPLES).square().mean())
-                optimizer.step()
+                take_update(model(batch / NUM_SAMPLES).square().mean(), optimizer, accelerator)
                 schedule.step()
-                optimizer.zero_grad()
             samples.append(sorted(accelerator.gather_for_metrics(batch).flatten().tolist()))
             update += 1
             if update == saves_at and accelerator.is_main_process:
@@ -68,9 +67,9 @@ def train(folder: Path, saves_at: int | None, resumes: bool) -> tuple[Any, ...]:
     return samples, weights, drawn, said
 
 
-def test_a_run_goes_on_from_a_state_of_the_main_process_alone_with_the_next_samples(tmp_path: Path):
-    saved = run_ranks(train, 2, tmp_path, 8, False)
-    resumed = run_ranks(train, 2, tmp_path, None, True)
+def test_a_run_goes_on_from_a_state_of_the_main_process_alone_with_the_next_samples(ended: Callable[[str], Any]):
+    saved, folder = ended("whole")
+    resumed = run_ranks(train, 2, folder, None, True)
 
     samples = saved[0][0]
     for epoch in (samples[:6], samples[6:]):
@@ -79,7 +78,7 @@ def test_a_run_goes_on_from_a_state_of_the_main_process_alone_with_the_next_samp
     for name, value in saved[0][1].items():
         torch.testing.assert_close(resumed[0][1][name], value, rtol=0, atol=0)
     assert resumed[0][2] != resumed[1][2], "a stream for each rank"
-    manifest = Manifest.read(tmp_path / "checkpoint-8")
+    manifest = Manifest.read(folder / "checkpoint-8")
     assert manifest.metadata["main_process_of"] == 2
     assert {name for name in manifest.files if name.startswith("random_")} == {"random_0.safetensors", "random_0.json"}
     told = [line for line in saved[0][3] if "on the main process alone" in line]
@@ -125,9 +124,10 @@ def save_and_leave(folder: Path) -> None:
         stop_watch()  # what the interpreter does at exit, which these ranks leave out
 
 
-def test_the_main_process_saves_alone_once_the_others_have_left(tmp_path: Path):
-    run_ranks(save_and_leave, 2, tmp_path)
-    assert Manifest.read(tmp_path / "state").metadata["main_process_of"] == 2
+def test_the_main_process_saves_alone_once_the_others_have_left(ended: Callable[[str], Any]):
+    results, folder = ended("leave")
+    assert results == [None, None]
+    assert Manifest.read(folder / "state").metadata["main_process_of"] == 2
 
 
 class Savable(nn.Linear):
@@ -163,9 +163,10 @@ def save_by_hooks(folder: Path) -> list[float]:
     return accelerator.unwrap_model(model).weight.tolist()
 
 
-def test_hooks_get_the_models_without_the_wrapper_of_ddp(tmp_path: Path):
-    assert run_ranks(save_by_hooks, 2, tmp_path) == [[[3.0, 3.0]]] * 2
-    assert not any(".model." in name for name in Manifest.read(tmp_path / "state").files)
+def test_hooks_get_the_models_without_the_wrapper_of_ddp(ended: Callable[[str], Any]):
+    results, folder = ended("hooks")
+    assert results == [[[3.0, 3.0]]] * 2
+    assert not any(".model." in name for name in Manifest.read(folder / "state").files)
 
 
 def save_what_ranks_share(folder: Path, strategy: str, kind: str) -> None:
@@ -182,30 +183,32 @@ def save_what_ranks_share(folder: Path, strategy: str, kind: str) -> None:
     accelerator.wait_for_everyone()
 
 
-WAITING: dict[str, tuple[Callable[..., Any], Any]] = {
+JOBS: dict[str, tuple[Any, ...]] = {
+    "whole": (train, 8, False),
     "plain": (save_in_turns, {}),
     "debug": (save_in_turns, {"debug": True}),
     "save_async": (save_in_turns, {"save_async": True}),
-    "shards": (save_what_ranks_share, "fsdp2"),
-    "window": (save_what_ranks_share, "ddp"),
-    "rank": (save_what_ranks_share, "ddp"),
+    "leave": (save_and_leave,),
+    "hooks": (save_by_hooks,),
+    "shards": (save_what_ranks_share, "fsdp2", "shards"),
+    "window": (save_what_ranks_share, "ddp", "window"),
+    "rank": (save_what_ranks_share, "ddp", "rank"),
 }
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
     """Run jobs that wait for most of their time, three at once; return of each its results, or failure, and folder."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in WAITING}
+    folders = {name: tmp_path_factory.mktemp(name) for name in JOBS}
 
     def run(name: str) -> Any:
-        function, option = WAITING[name]
-        rest = (name,) if function is save_what_ranks_share else ()
+        function, *options = JOBS[name]
         try:
-            return run_ranks(function, 2, folders[name], option, *rest, timeout=60, grace_seconds=1)
+            return run_ranks(function, 2, folders[name], *options, timeout=60, grace_seconds=1)
         except RankFailure as failed:
             return failed
 
-    results = map_jobs(run, WAITING)
+    results = map_jobs(run, JOBS)
     return lambda name: (results[name], folders[name])
 
 

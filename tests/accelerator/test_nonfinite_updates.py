@@ -15,6 +15,7 @@ from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.accelerator import single_files
 from accel_trainer.errors import ConfigError, NonFiniteError
 from accel_trainer.runtime.nonfinite import check_weights
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 from tests.stand_in import ALONE, build, install
 from tests.strategy_configs import needs_deepspeed
@@ -75,6 +76,7 @@ def train_all(folder: str) -> dict[str, Any]:
         }
     for strategy in ("ddp", "fsdp2"):
         results[f"save {strategy}"] = save(f"{folder}/{strategy}", strategy)
+        results[f"rollback {strategy}"] = roll_back(f"{folder}/rollback-{strategy}", strategy)
     return results
 
 
@@ -176,15 +178,25 @@ def test_weights_whose_sum_is_too_large_for_fp32_are_saved(tmp_path: Path) -> No
     assert Path(tmp_path, "model", "model.safetensors").is_file()
 
 
-def train_with_engine() -> dict[str, Any]:
+def train_with_engine(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     engine = {"strategy": "deepspeed", "deepspeed": {"zero_stage": 2}, "bad_rank": 1}
-    return {action: train(action, **engine) for action in ("raise", "skip_step")}
+    return {action: train(action, **engine) for action in ("raise", "skip_step")}, roll_back(folder, "deepspeed")
+
+
+@pytest.fixture(scope="module")
+def engine_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    return run_ranks(train_with_engine, 2, str(tmp_path_factory.mktemp("engine")), timeout=100)
 
 
 @needs_deepspeed
-def test_r14_an_engine_that_steps_by_itself_leaves_the_update_out_and_tells() -> None:
-    for rank, seen in enumerate(run_ranks(train_with_engine, 2, timeout=100)):
+def test_r14_an_engine_that_steps_by_itself_leaves_the_update_out_and_tells(engine_ranks: list[Any]) -> None:
+    for rank, (seen, _) in enumerate(engine_ranks):
         check(seen, is_main=rank == 0)
+
+
+@needs_deepspeed
+def test_r14_ranks_of_an_engine_are_rolled_back_together(engine_ranks: list[Any]) -> None:
+    check_rollbacks([seen for _, seen in engine_ranks])
 
 
 def test_a_loss_that_the_loop_leaves_out_is_no_updates() -> None:
@@ -220,10 +232,8 @@ def loop(accelerator: Accelerator, *, saves_after: tuple[int, ...], bad: range) 
             with accelerator.accumulate(model):
                 loss = (model(batch).squeeze(1) - batch.sum(1)).square().mean()
                 is_bad = update in bad and accelerator.is_last_process
-                accelerator.backward(loss * float("nan") if is_bad else loss)
-                optimizer.step()
+                take_update(loss * float("nan") if is_bad else loss, optimizer, accelerator)
                 scheduler.step()
-                optimizer.zero_grad()
             if update in saves_after:
                 accelerator.save_state()
     except NonFiniteError as raised:
@@ -264,10 +274,8 @@ def by_hand(updates: list[tuple[Any, ...]]) -> dict[str, Any]:
                 each.load_state_dict(state)
             continue
         batch = torch.tensor([row for part in parts for row in part])
-        (model(batch).squeeze(1) - batch.sum(1)).square().mean().backward()
-        optimizer.step()
+        take_update((model(batch).squeeze(1) - batch.sum(1)).square().mean(), optimizer)
         scheduler.step()
-        optimizer.zero_grad()
         if update == 4:
             kept = copy.deepcopy([each.state_dict() for each in (model, optimizer, scheduler)])
     return {"weights": model.state_dict(), "epoch": scheduler.last_epoch}
@@ -289,12 +297,12 @@ def check_rollbacks(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_r14_a_loop_that_is_rolled_back_goes_on_behind_the_update(tmp_path: Path) -> None:
-    check_rollbacks(run_ranks(roll_back, 1, str(tmp_path), "auto"))
+    check_rollbacks([roll_back(str(tmp_path), "auto")])
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("deepspeed", marks=needs_deepspeed)])
-def test_r14_ranks_are_rolled_back_together(tmp_path: Path, strategy: str) -> None:
-    check_rollbacks(run_ranks(roll_back, 2, str(tmp_path), strategy))
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_r14_ranks_are_rolled_back_together(ranks: list[dict[str, Any]], strategy: str) -> None:
+    check_rollbacks([seen[f"rollback {strategy}"] for seen in ranks])
 
 
 def roll_back_on_a_device(folder: str) -> list[tuple[bool, torch.Tensor]]:
@@ -306,9 +314,7 @@ def roll_back_on_a_device(folder: str) -> list[tuple[bool, torch.Tensor]]:
     seen = []
     for update in range(1, 7):
         loss = model(torch.ones(2, 3, device=accelerator.device)).square().mean()
-        accelerator.backward(loss * float("nan") if update == 4 else loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update(loss * float("nan") if update == 4 else loss, optimizer, accelerator)
         seen.append((optimizer.step_was_skipped, model.weight.detach().cpu().clone()))
         if update == 2:
             accelerator.save_state()

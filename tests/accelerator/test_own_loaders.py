@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accel_trainer import Accelerator, DataLoaderConfiguration, GradientState
 from accel_trainer.data_loader import (
@@ -29,20 +28,10 @@ from accel_trainer.data_loader import (
     skip_first_batches,
 )
 from accel_trainer.errors import ConfigError
+from tests.number_sets import Sized
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator", "accel_trainer.data_loader")
-
-
-class Numbers(IterableDataset):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
 
 
 @settings(max_examples=40)
@@ -51,7 +40,7 @@ def test_shards_of_a_stream_are_the_stream_in_rounds(
     length: int, batch_size: int, ranks: int, drop_last: bool, split: bool
 ):
     size = batch_size * ranks if split else batch_size
-    shards = [IterableDatasetShard(Numbers(length), size, drop_last, ranks, rank, split) for rank in range(ranks)]
+    shards = [IterableDatasetShard(Sized(length), size, drop_last, ranks, rank, split) for rank in range(ranks)]
     read = [list(shard) for shard in shards]
     assert {len(each) for each in read} == {len(shards[0])}
     pieces = [[each[i : i + batch_size] for i in range(0, len(each), batch_size)] for each in read]
@@ -67,7 +56,7 @@ def test_shards_of_a_stream_are_the_stream_in_rounds(
 @pytest.mark.parametrize("batch_size", [1, 3])  # of 1, every shard would get nothing
 def test_a_stream_that_shards_cannot_share_is_refused(batch_size: int):
     with pytest.raises(ConfigError, match=f"batch_size={batch_size} is no round multiple of 2; choose such"):
-        IterableDatasetShard(Numbers(4), batch_size, num_processes=2, split_batches=True)
+        IterableDatasetShard(Sized(4), batch_size, num_processes=2, split_batches=True)
 
 
 def test_a_batch_sampler_without_its_first_batches():

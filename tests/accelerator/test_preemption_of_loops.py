@@ -22,6 +22,7 @@ from accel_trainer.plugins.kwargs import DataLoaderConfiguration
 from accel_trainer.runtime import preemption
 from accel_trainer.runtime.preemption import PreemptedExit
 from tests.launches import launch, read_samples
+from tests.loops import take_update
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -56,9 +57,7 @@ def train(
         with accelerator.preemptible():
             for (batch,) in loader:
                 with accelerator.accumulate(model):
-                    accelerator.backward(model(batch).square().mean())
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    take_update(model(batch).square().mean(), optimizer, accelerator)
                 seen.append(batch)
                 if accelerator.sync_gradients:
                     updates[0] += 1
@@ -300,9 +299,7 @@ def train_by_hand(folder: str) -> dict[str, Any]:
         with Path(folder, f"{attempt}-{rank}.txt").open("a") as file:
             file.write(f"{count.updates} {' '.join(str(int(number)) for number in batch.flatten())}\n")
         with accelerator.accumulate(model):
-            accelerator.backward((model(batch / 36) - batch / 8).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update((model(batch / 36) - batch / 8).square().mean(), optimizer, accelerator)
         if accelerator.sync_gradients:
             count.updates += 1
             if count.updates == 3 and attempt == "0" and rank == 1:
@@ -332,9 +329,7 @@ def test_a_loop_of_ones_own_goes_on_with_fewer_ranks_from_its_newest_state(tmp_p
     model, optimizer = build_regression()
     for numbers in updates.values():
         batch = torch.tensor(numbers, dtype=torch.float32).reshape(6, 1)
-        (model(batch / 36) - batch / 8).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_update((model(batch / 36) - batch / 8).square().mean(), optimizer)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(restarted["weights"][name], value, rtol=0, atol=1e-6)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
+from tests.cells import beyond, selected
 from tests.ranks import preload, run_ranks
-from tests.sharded import Net, adamw, batch, build
+from tests.sharded import Net, adamw, batch, build, train_alone
 
 preload("accel_trainer.accelerator", "torch._dynamo", "tests.sharded")
 
-WORLD_SIZES = {"single": 1, "ddp": 2, "fsdp2": 2}
 BACKEND = "accel_trainer_counting"
 compiled: list[torch.fx.GraphModule] = []
 
@@ -68,52 +67,67 @@ def copies(strategy: str, precision: str) -> list[Any]:
     return found
 
 
-def compile_all(strategy: str) -> dict[str, Any]:
-    """Train a compiled model, whole and by region; return the losses, and how many graphs there were."""
+REGIONAL = {"whole": False, "regional": True, "default": None}
+
+
+def prepare_compiled(strategy: str, kind: str) -> tuple[Any, ...]:
     from accel_trainer import TorchDynamoPlugin
 
-    found: dict[str, Any] = {"compiled as a whole": set()}
-    for name, regional in (("whole", False), ("regional", True), ("default", None)):
-        torch.compiler.reset()
-        compiled.clear()
-        plugin = TorchDynamoPlugin(backend=BACKEND, use_regional_compilation=regional)
-        accelerator, own, prepared, optimizer = prepare(strategy, dynamo_plugin=plugin)
-        is_own = accelerator.unwrap_model(prepared) is own and list(own.state_dict()) == list(Net().state_dict())
-        found[name] = (losses(accelerator, prepared, optimizer), len(compiled), is_own)
-        if own._compiled_call_impl is not None:
-            found["compiled as a whole"].add(name)
+    plugin = TorchDynamoPlugin(backend=BACKEND, use_regional_compilation=REGIONAL[kind])
+    return prepare(strategy, dynamo_plugin=plugin)
+
+
+def compiled_parts(strategy: str, kind: str) -> list[bool]:
+    """Return whether a model was compiled as a whole, and whether each of its blocks was."""
+    _, own, *_ = prepare_compiled(strategy, kind)
+    return [module._compiled_call_impl is not None for module in (own, *own.blocks)]
+
+
+def train_compiled(strategy: str, kind: str) -> tuple[list[float], int, bool]:
+    """Train a compiled model; return the losses, how many graphs there were, and whether it is still the user's."""
     torch.compiler.reset()
     compiled.clear()
-    accelerator, own, prepared, optimizer = prepare(strategy)
-    later = torch.compile(prepared, backend=BACKEND)
-    is_own = accelerator.unwrap_model(later) is own and accelerator.prepare(later) is later
-    with accelerator.accumulate(later):
-        found["afterwards"] = (losses(accelerator, later, optimizer), len(compiled), is_own)
-    torch.compiler.reset()
-    return found
+    if kind == "afterwards":
+        accelerator, own, prepared, optimizer = prepare(strategy)
+        later = torch.compile(prepared, backend=BACKEND)
+        is_own = accelerator.unwrap_model(later) is own and accelerator.prepare(later) is later
+        with accelerator.accumulate(later):
+            return losses(accelerator, later, optimizer), len(compiled), is_own
+    accelerator, own, prepared, optimizer = prepare_compiled(strategy, kind)
+    is_own = accelerator.unwrap_model(prepared) is own and list(own.state_dict()) == list(Net().state_dict())
+    return losses(accelerator, prepared, optimizer), len(compiled), is_own
 
 
-def run_all(strategy: str) -> tuple[list[list[Any]], dict[str, Any]]:
+def run_all(strategies: list[str], cells: list[tuple[str, str]]) -> dict[Any, Any]:
     """Everything that is looked at, in one job."""
-    return [copies(strategy, precision) for precision in ("no", "bf16")], compile_all(strategy)
+    found: dict[Any, Any] = {}
+    for strategy in strategies:
+        found["copies", strategy] = [copies(strategy, precision) for precision in ("no", "bf16")]
+        found["parts", strategy] = {kind: compiled_parts(strategy, kind) for kind in REGIONAL}
+    return found | {(kind, on): train_compiled(on, kind) for kind, on in cells if on in strategies}
 
 
-@functools.cache
-def results_of(strategy: str) -> list[tuple[list[list[Any]], dict[str, Any]]]:
-    """Return the results of `run_all` by rank."""
-    return run_ranks(run_all, WORLD_SIZES[strategy], strategy)
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    """What one process finds, and then each of two ranks: the first is that of strategy "single"."""
+    cells = selected(request, "test_compiled_models_train_as_plain_ones")
+    return [*run_ranks(run_all, 1, ["single"], cells), *run_ranks(run_all, 2, ["ddp", "fsdp2"], cells)]
+
+
+def results_of(found: list[dict[Any, Any]], what: str, strategy: str) -> list[Any]:
+    return [each[what, strategy] for each in (found[:1] if strategy == "single" else found[1:])]
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_prepared_models_pickle_and_copy_and_are_given_back(strategy: str):
-    for by_precision, _ in results_of(strategy):
+def test_prepared_models_pickle_and_copy_and_are_given_back(found: list[dict[Any, Any]], strategy: str):
+    for by_precision in results_of(found, "copies", strategy):
         for is_own, expected, *twins in by_precision:
             assert is_own
             assert twins == [expected] * 4
 
 
-def test_a_sharded_model_that_is_copied_says_what_to_do_instead():
-    for by_precision, _ in results_of("fsdp2"):
+def test_a_sharded_model_that_is_copied_says_what_to_do_instead(found: list[dict[Any, Any]]):
+    for by_precision in results_of(found, "copies", "fsdp2"):
         for is_own, _, *messages in by_precision:
             assert is_own
             for message in messages:
@@ -121,30 +135,26 @@ def test_a_sharded_model_that_is_copied_says_what_to_do_instead():
                 assert "get_state_dict()" in message
 
 
-def train_alone() -> list[float]:
-    """Plain PyTorch on one process."""
-    model, found = build(), []
-    optimizer = adamw(model)
-    for _ in range(3):
-        loss = model(batch())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
-@pytest.mark.parametrize("strategy", WORLD_SIZES)
-@pytest.mark.parametrize("kind", ["whole", "regional", "default", "afterwards"])
-def test_compiled_models_train_as_plain_ones(strategy: str, kind: str):
-    for _, by_kind in results_of(strategy):
-        found, num_graphs, is_own = by_kind[kind]
-        assert found == pytest.approx(train_alone(), abs=1e-6)
+# Beyond the sample: regions are compiled alike wherever they lie (tests/conformance has them in each layout), and
+# what is found in a compiled wrapper of DDP is found in a compiled model.
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("single", "whole"), ("ddp", "whole"), ("fsdp2", "whole"), ("fsdp2", "regional"), ("ddp", "afterwards"),
+        *map(beyond, [("single", "regional"), ("ddp", "regional"), ("single", "afterwards"), ("fsdp2", "afterwards")]),
+    ],
+)  # fmt: skip
+def test_compiled_models_train_as_plain_ones(found: list[dict[Any, Any]], strategy: str, kind: str):
+    for trained, num_graphs, is_own in results_of(found, kind, strategy):
+        assert trained == pytest.approx(train_alone(build()), abs=1e-6)
         assert num_graphs > 0
         assert is_own
 
 
-def test_sharded_models_are_compiled_by_region_unless_the_whole_model_is_asked_for():
-    whole = {"single": {"whole", "default"}, "fsdp2": {"whole"}}
-    for strategy, kinds in whole.items():
-        assert results_of(strategy)[0][1]["compiled as a whole"] == kinds
+@pytest.mark.parametrize(("strategy", "default"), [("single", "whole"), ("ddp", "whole"), ("fsdp2", "regional")])
+def test_sharded_models_are_compiled_by_region_unless_the_whole_model_is_asked_for(
+    found: list[dict[Any, Any]], strategy: str, default: str
+):
+    parts = {"whole": [True, False, False, False], "regional": [False, True, True, True]}
+    for by_kind in results_of(found, "parts", strategy):
+        assert by_kind == {**parts, "default": parts[default]}

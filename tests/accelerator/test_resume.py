@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -17,7 +16,11 @@ from accel_trainer import Accelerator, DataLoaderConfiguration
 from accel_trainer.errors import IncompatibleCheckpointError
 from accel_trainer.utils import set_seed
 from tests.cells import beyond
-from tests.ranks import run_ranks
+from tests.loops import take_update
+from tests.number_sets import hub_stream
+from tests.ranks import preload, run_ranks
+
+preload("datasets")
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 21, 4, 2
 
@@ -27,8 +30,7 @@ def prepare(seed: int, is_stateful: bool = True, samples: int = SAMPLES, **optio
     accelerator = Accelerator(cpu=True, dataloader_config=configuration)
     batch_size = GLOBAL_BATCH // accelerator.num_processes
     shuffled = DataLoader(list(range(samples)), batch_size, shuffle=True)
-    rows = datasets.Dataset.from_dict({"id": list(range(samples))})
-    streamed = DataLoader(rows.to_iterable_dataset(num_shards=3), batch_size)
+    streamed = DataLoader(hub_stream(samples, num_shards=3), batch_size)
     return accelerator, list(accelerator.prepare(shuffled, streamed))
 
 
@@ -105,9 +107,7 @@ def train(parts: tuple[Any, ...], stop: int | None = None) -> list[float]:
     while loader.epoch < EPOCHS:
         for step, batch in enumerate(loader, 1):
             loss = model(batch).square().mean()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+            take_update(loss, optimizer, accelerator)
             losses.append(loss.item())
             if step == stop:
                 return losses
@@ -134,8 +134,7 @@ def build_with_dropout(kind: str, workers: int, seed: int = 0, is_stateful: bool
     model = nn.Sequential(nn.Linear(SAMPLES, 16), nn.Dropout(0.5), nn.Linear(16, 1))
     dataset: Any = Noisy()
     if kind == "stream":
-        rows = datasets.Dataset.from_dict({"id": list(range(SAMPLES))})
-        dataset = rows.to_iterable_dataset(num_shards=2).map(disturb)
+        dataset = hub_stream(SAMPLES, num_shards=2).map(disturb)
     batch_size = GLOBAL_BATCH // accelerator.num_processes
     loader = DataLoader(dataset, batch_size, kind == "map" or None, num_workers=workers, collate_fn=mask)
     return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
@@ -149,15 +148,25 @@ def mask(samples: list[dict[str, float]]) -> torch.Tensor:
     return noise * (torch.rand(len(samples), 1) < 0.7) * random.random() * np.random.rand()
 
 
-# Of what is read, by how many workers, and where a run stops: the sixth is the last of the epoch. In the sample: of two
-# of these three each pair.
-BY_ITSELF = [("map", 0, (2, 6)), ("stream", 0, (2, 6)), ("stream", 2, (2,))]
-BY_HAND = [("map", 2), ("stream", 0)]
+class Cells(NamedTuple):
+    """What is read, by how many workers, and where a run stops: the sixth step is the last of the epoch."""
+
+    by_itself: list[tuple[str, int, tuple[int, ...]]]
+    by_hand: list[tuple[str, int]]
 
 
-def lose_alike(folder: Path, by_itself: list[Any], by_hand: list[Any]) -> dict[str, tuple[list[float], list[float]]]:
+# In the sample: on two ranks, of two of these three each pair; on one, each value.
+ON_ONE = Cells([("map", 0, (6,)), ("stream", 2, (2,))], [("stream", 0)])
+ON_TWO = Cells([("map", 0, (2, 6)), ("stream", 0, (2, 6)), ("stream", 2, (2,))], [("map", 2), ("stream", 0)])
+OTHERS_ON_ONE = Cells(
+    [("map", 0, (2,)), ("stream", 0, (2, 6)), ("map", 2, (2,))], [("map", 0), ("map", 2), ("stream", 2)]
+)
+OTHERS_ON_TWO = Cells([("map", 2, (2,))], [("map", 0), ("stream", 2)])
+
+
+def lose_alike(folder: Path, cells: Cells) -> dict[str, tuple[list[float], list[float]]]:
     results = {}
-    for kind, workers, stops in by_itself:
+    for kind, workers, stops in cells.by_itself:
         whole = train(build_with_dropout(kind, workers))
         for stop in stops:
             parts = build_with_dropout(kind, workers)
@@ -166,7 +175,7 @@ def lose_alike(folder: Path, by_itself: list[Any], by_hand: list[Any]) -> dict[s
             again = build_with_dropout(kind, workers, seed=5)
             again[0].load_state(folder / f"{kind}{workers}{stop}")
             results[f"{kind} {workers} {stop}"] = (whole, [*head, *train(again)])
-    for kind, workers in by_hand:
+    for kind, workers in cells.by_hand:
         # A loader that does not resume by itself may read shards of the stream's own, hence a whole run of its kind.
         whole = train(build_with_dropout(kind, workers, is_stateful=False))
         parts = build_with_dropout(kind, workers, is_stateful=False)
@@ -180,14 +189,12 @@ def lose_alike(folder: Path, by_itself: list[Any], by_hand: list[Any]) -> dict[s
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize(
-    ("by_itself", "by_hand"), [(BY_ITSELF, BY_HAND), beyond(([("map", 2, (2,))], [("map", 0), ("stream", 2)]))]
-)
+@pytest.mark.parametrize(("on_one", "on_two"), [(ON_ONE, ON_TWO), beyond((OTHERS_ON_ONE, OTHERS_ON_TWO))])
 def test_r8_losses_with_dropout_and_augmentation_are_those_of_the_run_that_never_stopped(
-    tmp_path: Path, by_itself: list[Any], by_hand: list[Any]
+    tmp_path: Path, on_one: Cells, on_two: Cells
 ) -> None:
-    alone = lose_alike(tmp_path / "one", by_itself, by_hand)
-    for results in (alone, *run_ranks(lose_alike, 2, tmp_path / "two", by_itself, by_hand, timeout=110)):
+    alone = lose_alike(tmp_path / "one", on_one)
+    for results in (alone, *run_ranks(lose_alike, 2, tmp_path / "two", on_two, timeout=110)):
         for name, (whole, parts) in results.items():
             assert parts == whole, name
 

@@ -17,7 +17,7 @@ from accel_trainer.checkpoint.manifest import Manifest
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind
 from accel_trainer.checkpoint.store import LOCK_NAME
-from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError
+from accel_trainer.errors import CheckpointNotFoundError
 from tests.publishing import ALONE
 
 KIND = CheckpointKind(prefix="step-", reads_without_manifest=lambda path: (path / "theirs.txt").is_file())
@@ -73,20 +73,6 @@ def test_the_newest_good_one_is_selected_and_timed(tmp_path: Path, checkpointer:
     }  # fmt: skip
 
 
-def test_a_named_one_that_is_corrupt_is_an_error(tmp_path: Path, checkpointer: Checkpointer):
-    path = checkpointer.save(job(tmp_path, None, "right", name="best"))
-    assert path == tmp_path / "best"
-    (path / "word.json").write_text('"wrong"')
-    with pytest.raises(CorruptCheckpointError, match="was changed after the save"):
-        checkpointer.select_named(path, "full", all_files)
-    assert names(tmp_path) == ["best"]  # neither renamed nor locked any longer
-
-
-def test_where_there_was_never_one_the_callers_error_is_raised(tmp_path: Path, checkpointer: Checkpointer):
-    with pytest.raises(CheckpointNotFoundError, match="none yet"):
-        checkpointer.select_newest(tmp_path, "full", all_files, MISSING)
-
-
 def test_one_of_another_library_is_selected_without_a_manifest(tmp_path: Path, checkpointer: Checkpointer):
     checkpointer.save(job(tmp_path, 1, replaces=True))
     theirs = tmp_path / "step-7"
@@ -115,13 +101,6 @@ def test_a_number_that_is_taken_is_left_out_or_replaced(tmp_path: Path, checkpoi
     selection = checkpointer.select_named(tmp_path / "step-4", "full", all_files)
     assert selection.stored is not None
     assert selection.stored.json("word.json") == "c"
-
-
-def test_the_directory_is_locked_until_the_end(tmp_path: Path, checkpointer: Checkpointer):
-    checkpointer.save(job(tmp_path, 1, replaces=True))
-    assert LOCK_NAME in names(tmp_path)
-    checkpointer.close()
-    assert LOCK_NAME not in names(tmp_path)
 
 
 def test_a_background_save_is_waited_for_by_the_next(tmp_path: Path, checkpointer: Checkpointer):

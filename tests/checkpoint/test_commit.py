@@ -190,18 +190,6 @@ def test_a_save_replaces_nothing_but_checkpoints(tmp_path: Path):
     assert (tmp_path / "s" / "notes.txt").read_text() == "mine"
 
 
-def save_until_ctrl_c(target: Path) -> None:
-    with publish_directory(target, ALONE) as staged:
-        staged.write_json("x.json", 1)
-        raise KeyboardInterrupt
-
-
-def test_ctrl_c_leaves_neither_a_part_of_a_save_nor_its_lock(tmp_path: Path):
-    with pytest.raises(KeyboardInterrupt):
-        save_until_ctrl_c(tmp_path / "s")
-    assert not list(tmp_path.iterdir())
-
-
 def test_files_that_others_write_by_path_are_part_of_the_checkpoint(tmp_path: Path):
     with publish_directory(tmp_path / "s", ALONE, step=3) as staged:
         (staged / "engine" / "deep").mkdir(parents=True)
@@ -271,30 +259,26 @@ def test_nodes_with_disks_of_their_own_each_commit_their_part(tmp_path: Path):
 # --- R19 -------------------------------------------------------------------------------------------------------------
 
 
-def second_run(directory: Path) -> str:
+def second_run(directory: Path) -> tuple[int, str]:
+    """Load and save; return what was loaded, and what came of the save."""
+    run = SavedRun(directory)
+    run.accelerator.load_state()
     try:
-        SavedRun(directory).accelerator.save_state()
+        run.accelerator.save_state()
     except CheckpointLockedError as error:
-        return str(error)
-    return "saved"
+        return run.count, str(error)
+    return run.count, "saved"
 
 
 def test_r19_a_second_run_is_refused_by_the_name_of_the_first(tmp_path: Path):
     first = SavedRun(tmp_path)
     first.accelerator.save_state()
-    (told,) = run_ranks(second_run, 1, tmp_path)
+    [(loaded, told)] = run_ranks(second_run, 1, tmp_path)
+    assert loaded == -1, "reading is not writing"
     assert f"is written to by another run (process {os.getpid()} on {socket.gethostname()}, since " in told
     assert "give this run a directory of its own, or end the other one first" in told
-    # Reading is not writing.
-    assert run_ranks(load_only, 1, tmp_path) == [-1]
     first.accelerator.end_training()
-    assert run_ranks(second_run, 1, tmp_path) == ["saved"]
-
-
-def load_only(directory: Path) -> int:
-    run = SavedRun(directory)
-    run.accelerator.load_state()
-    return run.count
+    assert run_ranks(second_run, 1, tmp_path) == [(-1, "saved")]
 
 
 def test_r19_a_lock_of_a_dead_run_is_taken_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -430,10 +414,10 @@ def test_logging_stays_quiet_about_a_plain_save(tmp_path: Path, caplog: pytest.L
     assert line.startswith(f"saved {tmp_path / 'checkpoints' / 'checkpoint_0'}: ")
 
 
-def publish_and_fail(target: Path) -> None:
+def publish_and_raise(target: Path, error: BaseException) -> None:
     with publish_directory(target, ALONE) as staged:
         (staged / "file").write_text("new")
-        raise OSError("disk")
+        raise error
 
 
 def test_a_directory_has_its_name_once_the_block_has_ended_well(tmp_path: Path):
@@ -443,11 +427,12 @@ def test_a_directory_has_its_name_once_the_block_has_ended_well(tmp_path: Path):
             (staged / name).write_text(name)
             assert not (target / name).exists()
             assert staged.path.parent == target.parent
-    with pytest.raises(OSError, match="disk"):
-        publish_and_fail(target)
-    assert sorted(path.name for path in target.iterdir()) == ["COMMITTED", "manifest.json", "second"]
-    assert (target / "second").read_text() == "second"
-    assert list(target.parent.iterdir()) == [target]
+    for error in (OSError("disk"), KeyboardInterrupt("Ctrl-C")):
+        with pytest.raises(type(error), match=str(error)):
+            publish_and_raise(target, error)
+        assert sorted(path.name for path in target.iterdir()) == ["COMMITTED", "manifest.json", "second"]
+        assert (target / "second").read_text() == "second"
+        assert list(target.parent.iterdir()) == [target], "neither a part of the save nor its lock"
 
 
 def publish_with_a_failing_rank(target: Path) -> tuple[str, list[int]]:

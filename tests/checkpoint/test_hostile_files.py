@@ -379,7 +379,7 @@ def test_a_checkpoint_that_makes_a_reader_stumble_is_corrupt_and_the_one_before_
 # --- whatever it is --------------------------------------------------------------------------------------------------
 
 FUZZED = settings(
-    max_examples=60,
+    max_examples=40,
     deadline=None,
     database=None,
     derandomize=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -80,6 +78,14 @@ def flaky() -> type[Flaky]:
     return Flaky
 
 
+@pytest.fixture
+def gone(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every upload to `flaky://` fail, and soon."""
+    monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", 0.1)
+    flaky.failures = {"put": 10**6}
+
+
+SHORT: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "samples": 64}
 # 8 updates, by strategy.
 CONSTANT = {"lr_scheduler_type": "constant"}
 WHOLE: dict[str, dict[str, Any]] = {
@@ -106,14 +112,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("run")
     trained(directory)
     return directory / "checkpoint-3"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What a run gives that loses no disk, by its strategy; each runs once."""
-    return functools.cache(
-        lambda strategy: on_ranks(strategy, trained, tmp_path_factory.mktemp(strategy), **WHOLE[strategy])[0]
-    )
 
 
 def store_of(directory: Path, **kwargs: Any) -> ObjectStore:
@@ -149,10 +147,7 @@ def test_one_without_its_marker_is_passed_over(tmp_path: Path, checkpoint: Path)
 def test_a_flipped_bit_is_found_while_it_is_read(tmp_path: Path, checkpoint: Path) -> None:
     store = store_of(tmp_path / "store")
     store.put(checkpoint)
-    file = tmp_path / "store" / "checkpoint-3" / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(tmp_path / "store" / "checkpoint-3" / "model.safetensors")
     for read in (store.verify, lambda name: store.fetch(name, tmp_path / "disk")):
         with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors is not as it was saved"):
             read("checkpoint-3")
@@ -170,9 +165,7 @@ def test_a_store_that_stumbles_is_tried_again(tmp_path: Path, checkpoint: Path, 
     store.verify("checkpoint-3")
 
 
-def test_a_store_that_does_not_come_back_is_given_up(tmp_path: Path, checkpoint: Path, flaky, monkeypatch) -> None:
-    monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", 0.5)
-    flaky.failures = {"put": 1000}
+def test_a_store_that_does_not_come_back_is_given_up(tmp_path: Path, checkpoint: Path, gone) -> None:
     store = ObjectStore(f"flaky://{tmp_path}/store", "checkpoint-")
     with pytest.raises(ConnectionResetError, match="put: connection reset"):
         store.put(checkpoint)
@@ -244,7 +237,7 @@ def test_uploads_keep_to_a_bandwidth(tmp_path: Path) -> None:
 def test_a_trainer_hands_on_the_bandwidth(tmp_path: Path) -> None:
     trainer = build_trainer(
         tmp_path / "run", checkpoint_uri=f"file://{tmp_path}/store", checkpoint_mib_per_second=2**10,
-        save_strategy="steps", save_steps=4,
+        save_strategy="steps", save_steps=1, max_steps=1,
     )  # fmt: skip
     trainer.train()
     assert trainer.run_checkpoints.checkpointer._uploads.store._pace._rate == 2**30
@@ -277,13 +270,17 @@ def test_a_slow_store_gets_the_newest(tmp_path: Path, checkpoint: Path) -> None:
 # --- a run that loses its disk ----------------------------------------------------------------------------------------
 
 
-def after_a_loss(directory: Path, *, strategy: str, given: Any, save_async: bool = False) -> dict[str, Any]:
-    """Resume on an empty disk what was trained to its middle on another."""
+def after_a_loss(
+    directory: Path, *, strategy: str, given: Any, save_async: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train without a loss; then to the middle, and from there on another, empty disk."""
     uri = f"file://{directory}/store"
-    options = {**WHOLE[strategy], "strategy": strategy, "save_async": save_async, "save_total_limit": 2}
+    options = {**WHOLE[strategy], "strategy": strategy}
+    whole = trained(directory / "whole", **options)
+    options |= {"save_async": save_async, "save_total_limit": 2}
     trained(directory / "lost", uri, max_steps=6, **options)
     given = given.format(uri=uri) if isinstance(given, str) else given
-    return trained(directory / "new", uri, given, **options)
+    return whole, trained(directory / "new", uri, given, **options)
 
 
 @pytest.mark.multirank
@@ -297,10 +294,9 @@ def after_a_loss(directory: Path, *, strategy: str, given: Any, save_async: bool
     ],
 )
 def test_a_run_goes_on_from_the_store_on_an_empty_disk(
-    tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]], strategy: str, given: Any, save_async: bool
+    tmp_path: Path, strategy: str, given: Any, save_async: bool
 ) -> None:
-    whole = undisturbed(strategy)
-    found = on_ranks(strategy, after_a_loss, tmp_path, given=given, save_async=save_async)[0]
+    whole, found = on_ranks(strategy, after_a_loss, tmp_path, given=given, save_async=save_async)[0]
     assert found["losses"] == whole["losses"]
     np.testing.assert_equal(found["weights"], whole["weights"])
     store = store_of(tmp_path / "store")
@@ -342,11 +338,10 @@ def test_a_native_loop_goes_on_from_the_store(tmp_path: Path) -> None:
     assert native(tmp_path / "another", uris[1], f"file://{copy}/checkpoint_2") == expected
 
 
-def test_auto_begins_where_there_is_nothing_and_goes_on_from_either_place(
-    tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]], caplog
-) -> None:
+def test_auto_begins_where_there_is_nothing_and_goes_on_from_either_place(tmp_path: Path, caplog) -> None:
+    uri, options = f"file://{tmp_path}/store", CONSTANT
+    whole = trained(tmp_path / "whole", **options)
     caplog.set_level("INFO", "accel_trainer")
-    uri, options, whole = f"file://{tmp_path}/store", CONSTANT, undisturbed("single")
     with pytest.raises(
         ConfigError, match=r"no checkpoint-N in .*/run or file://.*/store; train without .* or give .*'auto'"
     ):
@@ -413,16 +408,14 @@ def test_a_bad_one_on_the_disk_comes_from_the_store(tmp_path: Path) -> None:
     assert list((tmp_path / "run" / "checkpoints").glob("_bad-checkpoint_2-*"))
 
 
-def test_a_failed_upload_is_raised_by_the_next_save(tmp_path: Path, flaky, monkeypatch) -> None:
+def test_a_failed_upload_is_raised_by_the_next_save(tmp_path: Path, gone) -> None:
     class Wait(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if (uploads := trainer.run_checkpoints.checkpointer._uploads) is not None:
                 uploads.wait()
 
-    monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", 0.1)
-    for policy, step in (("raise", 4), ("warn", 8)):
-        flaky.failures = {"put": 10**6}
-        options = {"save_strategy": "steps", "save_steps": 2, "on_save_error": policy}
+    for policy, step in (("raise", 4), ("warn", 6)):
+        options = {"max_steps": 6, "on_save_error": policy, **SHORT}
         trainer = build_trainer(tmp_path / policy, checkpoint_uri=f"flaky://{tmp_path}/store", **options)
         trainer.add_callback(Wait())
         with pytest.raises(ConnectionResetError, match="put: connection reset") if step == 4 else nullcontext():
@@ -451,46 +444,54 @@ def test_the_command_line_reads_and_prunes_a_store(tmp_path: Path, checkpoint: P
 
 # --- what is in its way -----------------------------------------------------------------------------------------------
 
-SHORT: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "samples": 64}
+
+@pytest.fixture(scope="module")
+def uploaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has saved after 2 and 4 updates, on its disk (`live`) and to a store (`run`)."""
+    folder = tmp_path_factory.mktemp("uploaded")
+    build_trainer(folder / "live", max_steps=4, checkpoint_uri=f"file://{folder}/run", **SHORT).train()
+    return folder
 
 
-def trained_by_another(directory: Path, name: str = "live") -> Path:
-    """Train to a store, and have it signed as by another run that lives; return the store."""
-    build_trainer(directory / name, max_steps=2, checkpoint_uri=f"file://{directory}/run", **SHORT).train()
-    owner = json.loads((directory / "run" / OWNER_NAME).read_text())
-    (directory / "run" / OWNER_NAME).write_text(json.dumps({**owner, "job": "another"}))
-    return directory / "run"
+@pytest.fixture
+def of_another(uploaded: Path, tmp_path: Path) -> Path:
+    """A copy of them, of which the store is signed by another run that lives; the store."""
+    shutil.copytree(uploaded, tmp_path, dirs_exist_ok=True)
+    owner = json.loads((tmp_path / "run" / OWNER_NAME).read_text())
+    (tmp_path / "run" / OWNER_NAME).write_text(json.dumps({**owner, "job": "another"}))
+    return tmp_path / "run"
 
 
 @pytest.mark.parametrize("resumes", ["from another store", "from its disk"])
-def test_a_store_is_not_taken_over_by_a_run_that_has_resumed_from_elsewhere(tmp_path: Path, resumes: str) -> None:
-    store = trained_by_another(tmp_path)
+def test_a_store_is_not_taken_over_by_a_run_that_has_resumed_from_elsewhere(
+    tmp_path: Path, of_another: Path, resumes: str
+) -> None:
+    shutil.rmtree(of_another / "checkpoint-4")  # which is newer than the run's own, and would be taken
     other = {} if resumes == "from its disk" else {"checkpoint_uri": f"file://{tmp_path}/run2"}
     build_trainer(tmp_path / "mine", max_steps=2, learning_rate=0.1, **other, **SHORT).train()
     if other:
         shutil.rmtree(tmp_path / "mine")
     trainer = build_trainer(
-        tmp_path / "mine", max_steps=4, learning_rate=0.1, checkpoint_uri=f"file://{store}", **SHORT
+        tmp_path / "mine", max_steps=4, learning_rate=0.1, checkpoint_uri=f"file://{of_another}", **SHORT
     )
     with pytest.raises(CheckpointLockedError, match="is the store of another run"):
         trainer.train(resume_from_checkpoint=f"file://{tmp_path}/run2/checkpoint-2" if other else True)
-    assert json.loads((store / OWNER_NAME).read_text())["job"] == "another"
+    assert json.loads((of_another / OWNER_NAME).read_text())["job"] == "another"
 
 
-def test_a_store_is_taken_over_from_the_disk_that_it_has_a_copy_of(tmp_path: Path) -> None:
-    store = trained_by_another(tmp_path)
-    for path in (tmp_path / "live", store / "checkpoint-2"):
-        assert path.is_dir()
-    trainer = build_trainer(tmp_path / "live", max_steps=4, checkpoint_uri=f"file://{store}", **SHORT)
+def test_a_store_is_taken_over_from_the_disk_that_it_has_a_copy_of(tmp_path: Path, of_another: Path) -> None:
+    trainer = build_trainer(tmp_path / "live", max_steps=6, checkpoint_uri=f"file://{of_another}", **SHORT)
     trainer.train(resume_from_checkpoint=True)
-    assert json.loads((store / OWNER_NAME).read_text())["job"] != "another"
-    assert is_complete(store / "checkpoint-4")
+    assert json.loads((of_another / OWNER_NAME).read_text())["job"] != "another"
+    assert is_complete(of_another / "checkpoint-6")
 
 
 @pytest.mark.parametrize("content", [None, "mine"])
-def test_what_stands_where_a_checkpoint_is_fetched_to_is_kept(tmp_path: Path, caplog, content: str | None) -> None:
+def test_what_stands_where_a_checkpoint_is_fetched_to_is_kept(
+    tmp_path: Path, uploaded: Path, caplog, content: str | None
+) -> None:
     uri, there = f"file://{tmp_path}/store", tmp_path / "run" / "checkpoint-4"
-    build_trainer(tmp_path / "lost", max_steps=4, checkpoint_uri=uri, **SHORT).train()
+    shutil.copytree(uploaded / "run", tmp_path / "store")
     there.mkdir(parents=True)
     if content is not None:
         (there / "predictions.csv").write_text(content)
@@ -501,15 +502,16 @@ def test_what_stands_where_a_checkpoint_is_fetched_to_is_kept(tmp_path: Path, ca
     assert (f"It is not {uri}/checkpoint-4 as it was saved, which gets its name" in caplog.text) == bool(kept)
 
 
-def test_an_address_is_not_answered_with_another_run_s_checkpoint_of_that_number(tmp_path: Path) -> None:
-    uri = f"file://{tmp_path}/store"
-    build_trainer(tmp_path / "theirs", max_steps=2, checkpoint_uri=uri, **SHORT).train()
+def test_an_address_is_not_answered_with_another_run_s_checkpoint_of_that_number(
+    tmp_path: Path, uploaded: Path
+) -> None:
     build_trainer(tmp_path / "mine", max_steps=2, learning_rate=0.1, **SHORT).train()
-    weights = [(tmp_path / run / "checkpoint-2" / "model.safetensors").read_bytes() for run in ("theirs", "mine")]
+    runs = (uploaded / "live", tmp_path / "mine")
+    weights = [(run / "checkpoint-2" / "model.safetensors").read_bytes() for run in runs]
     assert weights[0] != weights[1]
     for num_kept in (1, 1):  # the second time it is there
         trainer = build_trainer(tmp_path / "mine", max_steps=2, **SHORT)
-        trainer.train(resume_from_checkpoint=f"{uri}/checkpoint-2")
+        trainer.train(resume_from_checkpoint=f"file://{uploaded}/run/checkpoint-2")
         assert (tmp_path / "mine" / "checkpoint-2" / "model.safetensors").read_bytes() == weights[0]
         kept = list((tmp_path / "mine").glob("_bad-checkpoint-2-*/model.safetensors"))
         assert [path.read_bytes() for path in kept] == [weights[1]] * num_kept
@@ -549,9 +551,7 @@ def test_pruning_a_store_leaves_the_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["raise", "warn"])
-def test_the_last_upload_that_fails_is_raised_at_the_end(tmp_path: Path, flaky, monkeypatch, policy: str) -> None:
-    monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", 0.1)
-    flaky.failures = {"put": 10**6}
+def test_the_last_upload_that_fails_is_raised_at_the_end(tmp_path: Path, gone, policy: str) -> None:
     options = {"max_steps": 2, "on_save_error": policy, **SHORT}
     trainer = build_trainer(tmp_path / "run", checkpoint_uri=f"flaky://{tmp_path}/store", **options)
     with pytest.raises(ConnectionResetError, match="put: connection reset") if policy == "raise" else nullcontext():
@@ -584,9 +584,7 @@ class Terminate(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_is_answered_whatever_an_upload_has_met(tmp_path: Path, flaky, monkeypatch) -> None:
-    monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", 0.1)
-    flaky.failures = {"put": 10**6}
+def test_a_signal_is_answered_whatever_an_upload_has_met(tmp_path: Path, gone) -> None:
     stop = Terminate()
     options = {"max_steps": 8, "options": {"callbacks": [stop]}, **SHORT}
     stop.trainer = build_trainer(tmp_path / "run", checkpoint_uri=f"flaky://{tmp_path}/store", **options)
@@ -596,18 +594,24 @@ def test_a_signal_is_answered_whatever_an_upload_has_met(tmp_path: Path, flaky, 
     assert (tmp_path / "run" / "checkpoint-3" / "COMMITTED").exists()
 
 
-@pytest.mark.parametrize("async_", [False, True])
-def test_the_last_upload_of_a_script_is_complete(tmp_path: Path, async_: bool) -> None:
+def test_the_last_upload_of_a_script_is_complete(tmp_path: Path) -> None:
+    """Of one that waits for its save, and of one that does not: a fork, as the imports take seconds."""
     script = textwrap.dedent(
-        f"""
+        """
+        import os
         import time
         from concurrent.futures import ThreadPoolExecutor
         import torch
         from accel_trainer import Accelerator, ProjectConfiguration
         from accel_trainer.checkpoint.object_store import ObjectStore
 
-        options = ProjectConfiguration(project_dir="run", automatic_checkpoint_naming=True)
-        accelerator = Accelerator(cpu=True, project_config=options, config={{"checkpoint_uri": "file://{tmp_path}/store"}})
+        child = os.fork()
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+        name = "now" if child else "background"
+        options = ProjectConfiguration(project_dir=name, automatic_checkpoint_naming=True)
+        uri = f"file://{os.getcwd()}/{name}/store"
+        accelerator = Accelerator(cpu=True, project_config=options, config={"checkpoint_uri": uri})
         accelerator.prepare(torch.nn.Linear(2, 1))
         pool, claim = ThreadPoolExecutor(1), ObjectStore.claim
         pool.submit(int)
@@ -618,8 +622,9 @@ def test_the_last_upload_of_a_script_is_complete(tmp_path: Path, async_: bool) -
             claim(store)
 
         ObjectStore.claim = claim_late
-        accelerator.save_state(async_={async_})
+        accelerator.save_state(async_=not child)
         """
     )
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, timeout=100)
-    assert is_complete(tmp_path / "store" / "checkpoint_0")
+    for name in ("now", "background"):
+        assert is_complete(tmp_path / name / "store" / "checkpoint_0"), name

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,8 @@ from accel_trainer.checkpoint.reader import CheckpointKind
 from accel_trainer.checkpoint.store import LOCK_NAME, DirectoryLock, recover_target, sweep
 from accel_trainer.errors import CheckpointLockedError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
-from tests.publishing import ALONE, publish
-from tests.ranks import run_ranks
+from tests.publishing import ALONE, publish, publish_directory
+from tests.ranks import run_ranks, start_fork_server
 
 
 def read_named(path: Path, process: ProcessContext) -> str:
@@ -36,31 +38,36 @@ def read_named(path: Path, process: ProcessContext) -> str:
     return word
 
 
-def load_while_rank_0_brings_it_back(path: Path, fails: bool) -> str:
+def load_while_rank_0_brings_it_back(directory: Path) -> list[str]:
+    """Load what can be brought back, and what cannot."""
     process = init_process(read_environment(), use_cpu=True)
     recover = checkpointer.recover_target
 
     def slowly(target: Path) -> None:
         time.sleep(0.5)
-        if fails:
+        if target.name == "locked":
             raise PermissionError(errno.EACCES, "not yours", str(target))
         recover(target)
 
     checkpointer.recover_target = slowly
-    try:
-        return read_named(path, process)
-    except (OSError, ProcessGroupError) as error:
-        return f"{type(error).__name__}: {error}"
+    told = []
+    for name in ("free", "locked"):
+        try:
+            told.append(read_named(directory / name, process))
+        except (OSError, ProcessGroupError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
 
 
 def test_all_ranks_wait_for_a_checkpoint_that_was_moved_aside_or_cannot_be_brought_back(tmp_path: Path):
-    publish(tmp_path / "s", "old")
-    os.rename(tmp_path / "s", tmp_path / "_old-s-01234567")
-    assert run_ranks(load_while_rank_0_brings_it_back, 2, tmp_path / "s", False) == ["old", "old"]
-    told = run_ranks(load_while_rank_0_brings_it_back, 2, tmp_path / "s", True)
-    assert told[0].startswith("PermissionError")
-    assert told[1].startswith("RemoteRankError: rank 0 failed in load of")
-    assert "not yours" in told[1]
+    for name in ("free", "locked"):
+        publish(tmp_path / name, "old")
+        os.rename(tmp_path / name, tmp_path / f"_old-{name}-01234567")
+    (free, locked), (other_free, other_locked) = run_ranks(load_while_rank_0_brings_it_back, 2, tmp_path)
+    assert free == other_free == "old"
+    assert locked.startswith("PermissionError")
+    assert other_locked.startswith("RemoteRankError: rank 0 failed in load of")
+    assert "not yours" in other_locked
 
 
 def test_another_machine_may_bring_it_back_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -88,34 +95,26 @@ def test_a_save_through_a_link_replaces_what_it_leads_to(tmp_path: Path, caplog:
     assert caplog.text == ""
 
 
-SAVING = """
-import sys
-from pathlib import Path
-from tests.publishing import ALONE, publish_directory
-with publish_directory(Path(sys.argv[1]), ALONE) as staged:
-    staged.write_json("x.json", 1)
-    print("under way", flush=True)
-    sys.stdin.readline()
-    staged.write_json("y.json", 2)
-"""
-
-
-def start(script: str, *words: str) -> subprocess.Popen[str]:
-    """Start a process, and return it once it has said that it is where it is to be."""
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    started = subprocess.Popen([sys.executable, "-c", script, *words], **pipes)
-    assert started.stdout.readline() == "under way\n"
-    return started
+def save_until_told(target: Path, pipe: Connection) -> None:
+    with publish_directory(target, ALONE) as staged:
+        staged.write_json("x.json", 1)
+        pipe.send("under way")
+        pipe.recv()
+        staged.write_json("y.json", 2)
 
 
 def test_a_sweep_of_a_directory_leaves_a_save_to_a_name_of_its_own_alone(tmp_path: Path):
     (tmp_path / "_tmp-dead-01234567").mkdir()
-    saver = start(SAVING, str(tmp_path / "checkpoint_5"))
+    pipe, other_end = Pipe()
+    saver = start_fork_server().Process(target=save_until_told, args=(tmp_path / "checkpoint_5", other_end))
+    saver.start()
+    assert pipe.recv() == "under way"
     held = DirectoryLock.take(tmp_path / LOCK_NAME)
     sweep(tmp_path)
     held.release()
-    saver.communicate("\n", timeout=60)
-    assert saver.returncode == 0
+    pipe.send("go on")
+    saver.join(60)
+    assert saver.exitcode == 0
     assert (tmp_path / "checkpoint_5" / MARKER_NAME).is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_5"]
 
@@ -178,7 +177,9 @@ def test_a_process_of_another_container_on_this_machine_is_no_dead_one(tmp_path:
     """Containers on the host's network have its name, and numbers of processes that mean nothing outside."""
     path = tmp_path / LOCK_NAME
     for where, is_refused in (({"space": "pid:[1]"}, True), ({"space": store._space()}, False)):
-        holder = start(HOLDING, str(path), json.dumps(where))
+        command = [sys.executable, "-c", HOLDING, str(path), json.dumps(where)]
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert holder.stdout.readline() == "under way\n"
         if is_refused:
             with pytest.raises(CheckpointLockedError, match=f"process {2**22 + 1} on"):
                 DirectoryLock.take(path)

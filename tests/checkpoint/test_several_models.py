@@ -19,7 +19,6 @@ from accel_trainer.errors import IncompatibleCheckpointError
 def prepared(
     widths: Sequence[int], optimizers: Sequence[Callable[..., torch.optim.Optimizer]]
 ) -> tuple[Accelerator, list[Any]]:
-    """Return models with a trained optimizer each."""
     accelerator = Accelerator(cpu=True)
     models = [nn.Linear(width, width) for width in widths]
     made = [kind(m.parameters(), lr=0.1) for kind, m in zip(optimizers, models, strict=True)]

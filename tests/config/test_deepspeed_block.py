@@ -416,11 +416,12 @@ def test_every_key_survives_yaml_and_json(content):
     assert read_file(json.dumps({"deepspeed": content})).content["deepspeed"] == content
 
 
-@pytest.mark.parametrize("path", LEAVES)
-def test_every_key_arrives_from_each_kind_of_file(path, tmp_path):
-    content: dict = {"zero_optimization": {"stage": 1}}
-    set_key(content, path, 1)
+def test_every_key_arrives_from_each_kind_of_file(tmp_path):
+    content: dict = {}
+    for path in LEAVES:
+        set_key(content, path, 1)
     (tmp_path / "ds.json").write_text(json.dumps(content), encoding="utf-8")
     (tmp_path / "ds.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     for file in ("ds.json", "ds.yaml"):
-        assert get_key(read_block(block_of(tmp_path / file)).data, path) == 1
+        data = read_block(block_of(tmp_path / file)).data
+        assert [path for path in LEAVES if get_key(data, path) != 1] == []

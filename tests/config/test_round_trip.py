@@ -7,7 +7,6 @@ import json
 import typing
 from enum import StrEnum
 
-import yaml
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -101,7 +100,6 @@ def test_a_configuration_is_read_back_from_a_mapping_json_and_yaml(config, full)
     content = to_file_dict(config, full=full)
 
     assert read_yaml(to_yaml(config, full=full), "x.yaml").root.plain() == content
-    assert yaml.safe_load(to_yaml(config, full=full)) == content
     assert resolve(file=content).config == config
     assert resolve(file=json.dumps(content)).config == config
 

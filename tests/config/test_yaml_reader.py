@@ -79,7 +79,8 @@ def test_an_alias_bomb_is_refused_without_being_expanded():
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
 
-    with pytest.raises(ConfigError, match=f"brings the file to more than {MAX_NODES} values with its aliases expanded"):
+    message = f"^bomb.yaml:4 brings the file to more than {MAX_NODES} values with its aliases expanded; a configurat"
+    with pytest.raises(ConfigError, match=message):
         read_yaml("\n".join(lines), "bomb.yaml")
 
 
@@ -92,7 +93,7 @@ def test_too_many_values_are_refused(read):
 @pytest.mark.parametrize("read", [read_yaml, read_json])
 @pytest.mark.parametrize("depth", [MAX_DEPTH + 2, 100_000])
 def test_deep_nesting_is_refused(read, depth):
-    with pytest.raises(ConfigError, match=f"is nested deeper than {MAX_DEPTH} levels"):
+    with pytest.raises(ConfigError, match=f"^deep(:1)? is nested deeper than {MAX_DEPTH} levels; a configuration has"):
         read('{"a": ' + "[" * depth + "]" * depth + "}", "deep")
 
 

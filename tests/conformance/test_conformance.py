@@ -264,7 +264,8 @@ def check_way(way: str, layout: str, kind: str, states: Path) -> dict[str, Any]:
     reference = plain_loop(kind, **WAYS[way])
     for result in (results[way] for results in results_of(layout, kind, states)):
         assert result["losses"] == pytest.approx(reference["losses"], abs=2e-6)
-        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-5)
+        # On a CPU without AVX-512 one of gpt2's differs by 1.2e-5.
+        assert result["norms"] == pytest.approx(reference["norms"], rel=2e-5)
     return reference
 
 

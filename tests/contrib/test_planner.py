@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import math
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import nn
 from accel_trainer.config import resolve
 from accel_trainer.contrib.planner import Cluster, LayoutPlan, Workload, fake_job, plan_layout
 from accel_trainer.errors import ConfigError
-from tests.cells import beyond
+from tests.cells import beyond, selected
 from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator", "transformers.models.auto.modeling_auto", "torch.profiler")
@@ -141,12 +143,16 @@ def size(tensors: Any) -> int:
     return sum(local(tensor).nbytes for tensor in tensors)
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Return what this rank takes in each of these layouts."""
     from accel_trainer import Accelerator
 
-    accelerator = Accelerator(cpu=True, config=LAYOUTS[name][1])
-    rank = RealRank(accelerator, build(name), torch.zeros(B, L, dtype=torch.long))
-    return measure_rank(rank, has_buckets=name.startswith("ddp"))
+    found = {}
+    for name in names:
+        accelerator = Accelerator(cpu=True, config=LAYOUTS[name][1])
+        rank = RealRank(accelerator, build(name), torch.zeros(B, L, dtype=torch.long))
+        found[name] = measure_rank(rank, has_buckets=name.startswith("ddp"))
+    return found
 
 
 def measure_rank(rank: RealRank, *, has_buckets: bool) -> dict[str, Any]:
@@ -178,11 +184,23 @@ NAMES = {
 _SAMPLE = ("fsdp2", "checkpointing", "chunked loss", "ddp", "ddp accumulation", "sp", "tp x fsdp2", "mixtral ep")
 
 
+@pytest.fixture(scope="module")
+def measured(request: pytest.FixtureRequest) -> Callable[[int], list[dict[str, dict[str, Any]]]]:
+    """Return what gives, for a number of ranks, what each takes in the layouts of so many: they share a job."""
+    names = [name for (name,) in selected(request, "test_a_plan_is_what_a_rank_takes")]
+
+    @functools.cache
+    def of(num_ranks: int) -> list[dict[str, dict[str, Any]]]:
+        return run_ranks(measure, num_ranks, [name for name in names if LAYOUTS[name][0] == num_ranks], timeout=110)
+
+    return of
+
+
 @pytest.mark.parametrize("name", [name if name in _SAMPLE else beyond(name) for name in LAYOUTS])
-def test_a_plan_is_what_a_rank_takes(name: str):
+def test_a_plan_is_what_a_rank_takes(name: str, measured: Any):
     num_processes, options = LAYOUTS[name]
     planned = plan(num_processes, options, name=name)
-    by_rank = run_ranks(measure, num_processes, name)
+    by_rank = [found[name] for found in measured(num_processes)]
     found = by_rank[0]
     for part in ("parameters", "gradients", "optimizer_state"):
         assert getattr(planned, part) == found[part], part

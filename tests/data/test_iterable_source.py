@@ -160,13 +160,17 @@ def test_a_worker_init_function_finds_the_stream_and_shares_it_out(ranks: int) -
     assert sorted(valid_ids(loaders)) == list(range(3, 10))
 
 
-def test_a_loader_class_that_goes_over_a_stream_itself_is_refused() -> None:
-    class Doubled(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            return (batch * 2 for batch in super().__iter__())
+class Doubled(DataLoader[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (batch * 2 for batch in super().__iter__() if len(batch))
 
-    with pytest.raises(ConfigError, match="Doubled has an __iter__ of its own, and its dataset, a Between, is iter"):
-        prepare(Doubled(Between(0, 5), 2))
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_loader_class_goes_over_the_batches_of_a_stream_itself(options: dict[str, Any]) -> None:
+    loaders = [prepare(Doubled(Between(0, 7), 2, **options), rank, 2) for rank in range(2)]
+    for _ in range(2):
+        assert valid_ids(loaders) == [0, 2, 4, 6, 8, 10, 12]
+    assert [batch.tolist() for batch in prepare(Doubled(Between(0, 3), 2, **options))] == [[0, 2], [4]]
 
 
 def test_a_generator_attribute_is_seeded_for_the_epoch() -> None:

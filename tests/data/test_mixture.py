@@ -246,10 +246,7 @@ def test_labels_are_what_a_template_marks_and_all_without_marks(template: Any, i
     ("config", "message"),
     [
         ({"dataset": []}, "dataset_mixture holds the unknown key 'dataset'; did you mean 'datasets'"),
-        (
-            {"datasets": [{"pth": "x"}]},
-            r"datasets\[0\] holds the unknown key 'pth'; did you mean 'path'",
-        ),
+        ({"datasets": [{"pth": "x"}]}, r"datasets\[0\] holds the unknown key 'pth'; did you mean 'path'"),
         ({"datasets": [{"weight": 1}]}, "a data set of dataset_mixture has weight, and no path; give one"),
         ({"datasets": [{"path": "a", "weight": 1}, {"path": "b"}]}, r"gives weights \[1, None\] to its data sets"),
         ({"dataset_mixture": 3}, "expected a mapping with datasets, streaming.*; dataset_mixture is 3"),

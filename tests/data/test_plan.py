@@ -9,15 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_trainer.data.plan import (
-    BatchRows,
-    RoundRule,
-    batch_indices,
-    full_rounds,
-    mix_seed,
-    permutation,
-    plan_rounds,
-)
+from accel_trainer.data.plan import BatchRows, RoundRule, batch_indices, full_rounds, mix_seed, permutation, plan_rounds
 
 
 def rounds_of(batches: list[Any], rule: RoundRule, start: int = 0) -> list[Any]:
@@ -57,14 +49,7 @@ def chunks(num_samples: int, batch_size: int, drop_last: bool = False) -> list[l
     epoch=st.integers(0, 3),
 )
 def test_all_shards_together_see_what_one_process_sees(
-    num_samples: int,
-    batch_size: int,
-    shards: int,
-    drop_last: bool,
-    even: bool,
-    split: bool,
-    seed: int | None,
-    epoch: int,
+    num_samples: int, batch_size: int, shards: int, drop_last: bool, even: bool, split: bool, seed: Any, epoch: int
 ) -> None:
     size = batch_size * shards if split else batch_size
     rule = RoundRule(shards, size, split=split, even=even, drop_last=drop_last)

@@ -14,6 +14,7 @@ from transformers import BatchEncoding
 
 from accel_trainer.data.loader import PreparedDataLoader
 from tests import number_sets
+from tests.cells import crossed
 from tests.waits import DEVICE, RecordedStreams, counting_waits, report, stand_in_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
@@ -105,13 +106,12 @@ def test_without_the_option_batches_are_copied_where_they_are_used(streams: Reco
     assert streams.log == []
 
 
-@pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["map", "stream"])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("kind", "num_workers"), crossed([Rows, Stream], [0, 2]))
 def test_the_loader_tells_of_the_batch_in_use_and_not_of_the_one_on_its_way(
-    streams: RecordedStreams, dataset: Any, num_workers: int
+    streams: RecordedStreams, kind: Any, num_workers: int
 ):
     def seen(prefetch: bool) -> list[Any]:
-        loader = prepare(DataLoader(dataset, 2, collate_fn=len, num_workers=num_workers), prefetch_to_device=prefetch)
+        loader = prepare(DataLoader(kind(), 2, collate_fn=len, num_workers=num_workers), prefetch_to_device=prefetch)
         steps = [
             (batch, loader.rows, loader.end_of_dataloader, loader.remaining, loader.state_dict()) for batch in loader
         ]

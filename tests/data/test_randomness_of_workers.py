@@ -77,11 +77,10 @@ def test_a_pass_that_begins_within_an_epoch_draws_what_a_full_one_draws(name: st
     numbers = [noise for epoch in epochs for _, noise in epoch]
     assert len(set(numbers)) == len(numbers)
 
-    for skipped in (1, 4, 5):
-        fresh = prepare(dataset, **CASES[name])
-        again = skip_first_batches(fresh, skipped)
+    for skipped in (4, 5):  # of two workers and of three, which begin with different ones
+        again = skip_first_batches(prepare(dataset, **CASES[name]), skipped)
         assert list(again) == epochs[0][skipped:], skipped
-        assert list(again) == epochs[1], skipped
+    assert list(again) == epochs[1]
 
 
 def test_a_loaded_position_draws_what_a_full_pass_draws() -> None:
@@ -89,24 +88,22 @@ def test_a_loaded_position_draws_what_a_full_pass_draws() -> None:
     batches = iter(loader)
     head = [next(batches) for _ in range(3)]
     state = loader.state_dict()
-    assert [*head, *batches] == list(prepare(Drawn(), shuffle=True))
+    whole = [*head, *batches]
+    assert whole == list(prepare(Drawn(), shuffle=True))
 
     again.load_state_dict(state)
 
-    assert [*head, *again] == list(prepare(Drawn(), shuffle=True))
+    assert [*head, *again] == whole
 
 
 def test_draws_differ_by_shard_epoch_worker_and_seed() -> None:
     loaders = [prepare(Drawn(), shards=2), prepare(Drawn(), shards=2, shard=1), prepare(Drawn(), shards=2, seed=4)]
 
-    numbers = [
-        sample[stream]
-        for loader in loaders
-        for _ in range(2)
-        for batch, _ in loader
-        for sample in batch
-        for stream in (1, 2, 3)
-    ]
+    numbers = []
+    for loader in loaders:
+        torch.manual_seed(0)  # as set_seed(0) on every rank
+        samples = [sample for _ in range(2) for batch, _ in loader for sample in batch]
+        numbers += [number for _, *drawn in samples for number in drawn]
 
     assert len(set(numbers)) == len(numbers)
 

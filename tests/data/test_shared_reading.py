@@ -17,9 +17,11 @@ from accel_trainer.data.iterable_source import ShardSource, SliceSource
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext, init_process, read_environment
 from tests.number_sets import EndsWithin, context, prepare
-from tests.ranks import run_ranks
+from tests.scenarios import Scenarios
 
 pytestmark = pytest.mark.multirank
+
+SCENARIOS = Scenarios()
 
 
 class Shards(IterableDataset):
@@ -75,10 +77,10 @@ def passes(prepared: Any, process: ProcessContext, count: int = 2) -> list[Any]:
     return results
 
 
-def read_shards(sizes: list[int], options: dict[str, Any], config: dict[str, Any], skip: int = 0) -> Any:
+def read_shards(sizes: list[int], *, skip: int = 0, even: bool = False, **options: Any) -> Any:
     process = join()
     loader = DataLoader(Shards(sizes), 2, **options)
-    prepared = prepare_data_loader(loader, process=process, config=DataConfig(**config), seed=1)
+    prepared = prepare_data_loader(loader, process=process, config=DataConfig(even_batches=even), seed=1)
     assert isinstance(prepared._source, ShardSource)
     assert prepared.steps_per_epoch is None
     if skip:
@@ -97,37 +99,51 @@ EVERYTHING = {
 }
 
 
-def read_everything(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: read_shards(sizes, {}, config) for name, sizes in EVERYTHING.items()}
+SHARED_BY_WORKERS = [3, 4, 1, 2, 5, 3]
+
+
+@SCENARIOS.add
+def read_everything() -> dict[str, Any]:
+    return {
+        "even": {name: read_shards(sizes, even=True) for name, sizes in EVERYTHING.items()},
+        "uneven": {name: read_shards(sizes) for name, sizes in EVERYTHING.items()},
+        "drop last": read_shards([7, 5], drop_last=True),
+        "workers": read_shards(SHARED_BY_WORKERS, num_workers=2, persistent_workers=True),
+        "skipped": read_shards([7, 2], skip=2),
+    }
+
+
+def results_of(scenario: str, name: Any) -> list[Any]:
+    """Return one of a scenario's results, by rank."""
+    return [found[name] for found in SCENARIOS.results(scenario)]
 
 
 def by_name(samples: list[int]) -> dict[str, Any]:
     return {"ids": samples, "labels": {"of": samples}}
 
 
-def take_apart(sizes: list[int]) -> list[list[int]]:
-    process = join()
-    loader = DataLoader(Shards(sizes), 2, collate_fn=by_name)
-    prepared = prepare_data_loader(loader, process=process, config=DataConfig(), seed=1)
-    return [batch["labels"].pop("of") for batch in prepared if batch.pop("ids")]
+@SCENARIOS.add
+def take_apart() -> list[list[list[int]]]:
+    process, found = join(), []
+    for sizes in ([6, 2], [6, 0]):
+        loader = DataLoader(Shards(sizes), 2, collate_fn=by_name)
+        prepared = prepare_data_loader(loader, process=process, config=DataConfig(), seed=1)
+        found.append([batch["labels"].pop("of") for batch in prepared if batch.pop("ids")])
+    return found
 
 
 def test_a_batch_that_is_lent_again_is_whole_whatever_was_taken_out_of_it_before() -> None:
-    for sizes, second in (([6, 2], [100, 101]), ([6, 0], [0, 1])):
-        ranks = run_ranks(take_apart, 2, sizes)
+    first, second = SCENARIOS.results("take_apart")
 
-        assert ranks == [[[0, 1], [2, 3], [4, 5]], [second] * 3]
-
-
-@pytest.mark.parametrize("config", [{"even_batches": True}, {}], ids=["even", "uneven"])
-def test_each_rank_reads_its_own_shards_and_all_take_the_same_steps(config: dict[str, Any]) -> None:
-    first, second = run_ranks(read_everything, 2, config)
-
-    for name in EVERYTHING:
-        check_shards(name, [first[name], second[name]], config)
+    assert first == [[[0, 1], [2, 3], [4, 5]]] * 2
+    assert second == [[[100, 101]] * 3, [[0, 1]] * 3]
 
 
-def check_shards(name: str, results: list[Any], config: dict[str, Any]) -> None:
+@pytest.mark.parametrize("batches", ["even", "uneven"])
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_each_rank_reads_its_own_shards_and_all_take_the_same_steps(name: str, batches: str) -> None:
+    results = [found[name] for found in results_of("read_everything", batches)]
+
     expected = sorted(100 * shard + index for shard, size in enumerate(EVERYTHING[name]) for index in range(size))
     assert results[0][0] == results[1][0]
     for ids, steps in results[0][0]:
@@ -135,14 +151,14 @@ def check_shards(name: str, results: list[Any], config: dict[str, Any]) -> None:
         assert [is_last for *_, is_last in steps] == [False] * (len(steps) - 1) + [True] * bool(steps)
         for rows, shard_sizes, _ in steps:
             assert all(0 < size <= 2 for size in shard_sizes)
-            assert shard_sizes == (2, 2) or not config or max(rows) == 0
+            assert shard_sizes == (2, 2) or batches == "uneven" or max(rows) == 0
     if name == "uneven":
         assert [rows for rows, *_ in results[0][0][0][1]] == [(2, 2), (2, 0), (2, 0), (1, 0)]
     assert all(num_read == 0 for _, num_read in results), "the user's own object is not the one that is read"
 
 
 def test_drop_last_ends_where_one_rank_has_no_full_batch() -> None:
-    (first, _), (second, _) = run_ranks(read_shards, 2, [7, 5], {"drop_last": True}, {})
+    (first, _), (second, _) = results_of("read_everything", "drop last")
 
     assert first == second
     ids, steps = first[0]
@@ -151,41 +167,45 @@ def test_drop_last_ends_where_one_rank_has_no_full_batch() -> None:
 
 
 def test_workers_of_a_rank_share_its_shards() -> None:
-    (first, _), (second, _) = run_ranks(
-        read_shards, 2, [3, 4, 1, 2, 5, 3], {"num_workers": 2, "persistent_workers": True}, {}
-    )
+    (first, _), (second, _) = results_of("read_everything", "workers")
 
     assert first == second
-    expected = sorted(100 * shard + index for shard, size in enumerate([3, 4, 1, 2, 5, 3]) for index in range(size))
+    expected = sorted(100 * shard + index for shard, size in enumerate(SHARED_BY_WORKERS) for index in range(size))
     assert [sorted(ids) for ids, _ in first] == [expected, expected]
 
 
 def test_skipping_leaves_out_steps_of_every_rank() -> None:
-    (first, _), (second, _) = run_ranks(read_shards, 2, [7, 2], {}, {}, 2)
+    (first, _), (second, _) = results_of("read_everything", "skipped")
 
     assert first == second
     assert first[0][0] == [4, 5, 6]
 
 
-def read_pre_sharded(kind: str) -> Any:
+@SCENARIOS.add
+def read_pre_sharded() -> dict[str, Any]:
     process = join()
-    if kind == "declared":
-        dataset: Any = Declared(process.rank, process.world_size)
-    else:
-        whole = datasets.Dataset.from_dict({"id": list(range(10))}).to_iterable_dataset(num_shards=2)
-        dataset = whole if kind == "shards" else split_dataset_by_node(whole, process.rank, process.world_size)
-    collate = None if kind == "declared" else lambda samples: [sample["id"] for sample in samples]
-    loader = DataLoader(dataset, 2, collate_fn=collate)
-    prepared = prepare_data_loader(loader, process=process, config=DataConfig(), seed=1)
-    assert isinstance(prepared._source, ShardSource)
-    return sorted(passes(prepared, process, 1)[0][0]), prepared.epoch
+    whole = datasets.Dataset.from_dict({"id": list(range(10))}).to_iterable_dataset(num_shards=2)
+    streams = {
+        "declared": Declared(process.rank, process.world_size),
+        "split by node": split_dataset_by_node(whole, process.rank, process.world_size),
+        "shards": whole,
+    }
+    found = {}
+    for kind, stream in streams.items():
+        collate = None if kind == "declared" else lambda samples: [sample["id"] for sample in samples]
+        loader = DataLoader(stream, 2, collate_fn=collate)
+        prepared = prepare_data_loader(loader, process=process, config=DataConfig(), seed=1)
+        assert isinstance(prepared._source, ShardSource)
+        found[kind] = sorted(passes(prepared, process, 1)[0][0]), prepared.epoch
+    return found
 
 
 @pytest.mark.parametrize("kind", ["declared", "split by node", "shards"])
 def test_a_stream_that_shards_itself_is_not_cut_again(kind: str) -> None:
-    assert run_ranks(read_pre_sharded, 2, kind) == [(list(range(10)), 1)] * 2
+    assert results_of("read_pre_sharded", kind) == [(list(range(10)), 1)] * 2
 
 
+@SCENARIOS.add
 def leave_early() -> list[Any]:
     process = join()
     prepared = prepare_data_loader(DataLoader(Shards([6, 6]), 2), process=process, config=DataConfig(), seed=1)
@@ -195,7 +215,7 @@ def leave_early() -> list[Any]:
 
 
 def test_a_pass_over_own_shards_can_be_left_early() -> None:
-    first, second = run_ranks(leave_early, 2)
+    first, second = SCENARIOS.results("leave_early")
     assert sorted(first) == sorted(second) == [0, 1, 2, 3, 4, 5, 100, 101, 102, 103, 104, 105]
 
 
@@ -219,7 +239,7 @@ def collate(samples: list[Any]) -> list[tuple[str, int]]:
     return [(sample["text"], len(sample["ids"])) for sample in samples]
 
 
-def dispatch(num_samples: int, config: dict[str, Any], skip: int = 0) -> Any:
+def dispatch(num_samples: int, skip: int = 0, **config: Any) -> Any:
     process = join()
     loader = DataLoader(Records(num_samples), 2, collate_fn=collate)
     prepared = prepare_data_loader(loader, process=process, config=DataConfig(dispatch_batches=True, **config), seed=1)
@@ -230,56 +250,63 @@ def dispatch(num_samples: int, config: dict[str, Any], skip: int = 0) -> Any:
     return taken, loader.dataset.num_read, prepared.epoch
 
 
-def test_d22_rank_0_reads_and_strings_and_ragged_samples_travel() -> None:
-    first, second = run_ranks(dispatch, 2, 5, {"even_batches": True})
+@SCENARIOS.add
+def dispatch_everything() -> dict[str, Any]:
+    return {"five": dispatch(5, even_batches=True), "none": dispatch(0), "seven, skipped": dispatch(7, skip=1)}
 
-    assert first[0] == [
-        ([("t0", 0), ("t1", 1)], (2, 2), False),
-        ([("t4", 4), ("t4", 4)], (1, 0), True),
-    ]
+
+def test_d22_rank_0_reads_and_strings_and_ragged_samples_travel() -> None:
+    first, second = results_of("dispatch_everything", "five")
+
+    assert first[0] == [([("t0", 0), ("t1", 1)], (2, 2), False), ([("t4", 4), ("t4", 4)], (1, 0), True)]
     assert second[0][0] == ([("t2", 2), ("t3", 3)], (2, 2), False)
     assert (first[1], second[1]) == (5, 0)
     assert (first[2], second[2]) == (1, 1)
 
 
 def test_an_empty_stream_ends_on_every_rank() -> None:
-    assert [taken for taken, *_ in run_ranks(dispatch, 2, 0, {})] == [[], []]
-
-
-def dispatch_what_ends(at: int) -> str:
-    process, config = join(), DataConfig(dispatch_batches=True)
-    prepared = prepare_data_loader(DataLoader(EndsWithin(at), 2), process=process, config=config, seed=1)
-    with pytest.raises((ConfigError, ProcessGroupError)) as caught:
-        list(prepared)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("at", "ended"), [(0, 0), (3, 1), (7, 3), (11, 5)])
-def test_a_dataset_that_ends_the_pass_of_rank_0_by_a_stop_iteration_is_an_error_on_all(at: int, ended: int) -> None:
-    first, second = run_ranks(dispatch_what_ends, 2, at)
-    said = f"a pass over the EndsWithin ended after {ended} batches, and the sampler had asked for more"
-    assert said in first
-    assert said in second
+    assert [taken for taken, *_ in results_of("dispatch_everything", "none")] == [[], []]
 
 
 def test_skipping_and_uneven_batches_of_rank_0() -> None:
-    first, second = run_ranks(dispatch, 2, 7, {}, 1)
+    first, second = results_of("dispatch_everything", "seven, skipped")
 
     assert first[0] == [([("t4", 4), ("t5", 5)], (2, 1), True)]
     assert second[0] == [([("t6", 6)], (2, 1), True)]
 
 
-def fail_on_rank_0() -> str:
-    process = join()
-    loader, config = DataLoader(Records(9, breaks_at=5), 2, collate_fn=collate), DataConfig(dispatch_batches=True)
-    prepared = prepare_data_loader(loader, process=process, config=config, seed=1)
-    with pytest.raises(ValueError if process.is_main else ProcessGroupError) as caught:
+ENDS = {0: 0, 3: 1, 7: 3, 11: 5}
+"""By the sample that ends a pass: how many batches have been read."""
+
+
+def refused_dispatch(dataset: Any, *kinds: type[Exception], **options: Any) -> str:
+    """Return what every rank says of a pass of rank 0 over the dataset, which fails."""
+    process, config = join(), DataConfig(dispatch_batches=True)
+    prepared = prepare_data_loader(DataLoader(dataset, 2, **options), process=process, config=config, seed=1)
+    with pytest.raises(kinds) as caught:
         list(prepared)
     return str(caught.value)
 
 
+@SCENARIOS.add
+def dispatch_what_ends() -> dict[int, str]:
+    return {at: refused_dispatch(EndsWithin(at), ConfigError, ProcessGroupError) for at in ENDS}
+
+
+@pytest.mark.parametrize("at", ENDS)
+def test_a_dataset_that_ends_the_pass_of_rank_0_by_a_stop_iteration_is_an_error_on_all(at: int) -> None:
+    said = f"a pass over the EndsWithin ended after {ENDS[at]} batches, and the sampler had asked for more"
+    assert all(said in message for message in results_of("dispatch_what_ends", at))
+
+
+@SCENARIOS.add
+def fail_on_rank_0() -> str:
+    kind = ValueError if join().is_main else ProcessGroupError
+    return refused_dispatch(Records(9, breaks_at=5), kind, collate_fn=collate)
+
+
 def test_what_goes_wrong_on_rank_0_is_known_to_all() -> None:
-    first, second = run_ranks(fail_on_rank_0, 2)
+    first, second = SCENARIOS.results("fail_on_rank_0")
 
     assert first == "the disk is gone"
     assert second == "rank 0, which reads for all ranks, failed: ValueError: the disk is gone; see its traceback"
@@ -288,11 +315,7 @@ def test_what_goes_wrong_on_rank_0_is_known_to_all() -> None:
 @pytest.mark.parametrize(
     ("dataset", "shards", "message"),
     [
-        (
-            Records(9),
-            {"shards": 1, "shard": 0},
-            "dispatch_batches=True sends each of 2 ranks its own batch, and the",
-        ),
+        (Records(9), {"shards": 1, "shard": 0}, "dispatch_batches=True sends each of 2 ranks its own batch, and the"),
         (Declared(0, 2), {}, "rank 0 read for all ranks, and this Declared yields the part of one"),
     ],
 )
@@ -344,13 +367,14 @@ def go_on(kind: str, stop: int) -> tuple[list[int], list[int], dict[str, Any], l
     return whole, [*head, *tail], state, sorted(ids_from(again, process))
 
 
+@SCENARIOS.add
 def go_on_everywhere() -> dict[str, Any]:
     kinds = ("own part", "shards", "dispatched stream", "dispatched")
     return {f"{kind} {stop}": go_on(kind, stop) for kind in kinds for stop in (1, 2, 3)}
 
 
 def test_r7_ranks_that_share_reading_go_on_where_they_stopped() -> None:
-    results = run_ranks(go_on_everywhere, 2)
+    results = SCENARIOS.results("go_on_everywhere")
     for result in results:
         for name, (whole, parts, state, after) in result.items():
             assert parts == whole, name

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
-import operator
 from collections.abc import Iterator
-from functools import partial, reduce
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -127,13 +126,20 @@ def stop(loaders: list[PreparedDataLoader], after: int) -> tuple[list[list[int]]
     return head, json.loads(states.pop())
 
 
+@functools.cache
+def whole_run(kind: str, workers: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ids of every step of two epochs that one process reads."""
+    loaders = loaders_of(kind, 1, workers)
+    return list(steps(loaders, 1)), list(steps(loaders, 2))
+
+
 def go_on(loaders: list[PreparedDataLoader], state: dict[str, Any], until: int = 2) -> list[list[int]]:
     for loader in loaders:
         loader.load_state_dict(state)
     return list(steps(loaders, until))
 
 
-WORKERS = [(0, 0), (2, 2), (3, 0), (4, 3), (0, 2)]
+WORKERS = [(0, 0), (2, 2), (2, 0), (3, 2), (0, 2)]
 STOPS = [((1, 2), (-1, 1)), ((7, 3), (3, 2))]
 """Two each: after how many steps of the first epoch on how many ranks, and how many steps from its end."""
 
@@ -142,16 +148,17 @@ STOPS = [((1, 2), (-1, 1)), ((7, 3), (3, 2))]
 def test_a_stream_goes_on_with_other_workers_and_ranks(
     kind: str, before: int, after: int, first: tuple[int, int], second: tuple[int, int]
 ) -> None:
-    whole = list(steps(loaders_of(kind, 1, before)))
+    epoch, following = whole_run(kind, before)
     if kind not in (*STRATEGIES, "mixed"):
-        epoch = sorted(chain.from_iterable(whole[: len(whole) // 2]))
-        assert epoch == [index for index in range(SAMPLES) if kind != "mapped" or index % 7 != 3]
-    for after_steps, ranks in (first, (len(whole) // 2 + second[0], second[1])):
-        head, state = stop(loaders_of(kind, ranks, before), after_steps)
-        assert [*head, *go_on(loaders_of(kind, 2, after), state)] == whole, after_steps
+        expected = [index for index in range(SAMPLES) if kind != "mapped" or index % 7 != 3]
+        assert sorted(chain.from_iterable(epoch)) == expected
+    head, state = stop(loaders_of(kind, first[1], before), first[0])
+    assert [*head, *go_on(loaders_of(kind, 2, after), state, 1)] == epoch
+    head, state = stop(loaders_of(kind, second[1], before), len(epoch) + second[0])
+    assert [*head, *go_on(loaders_of(kind, 2, after), state)] == [*epoch, *following]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     kind=st.sampled_from(["shuffled", *STRATEGIES]),
     ranks=st.sampled_from([1, 2, 3]),
@@ -160,15 +167,12 @@ def test_a_stream_goes_on_with_other_workers_and_ranks(
     ranks_after=st.sampled_from([1, 2, 3, 6]),
     workers_after=st.sampled_from([0, 1, 2, 3]),
 )
-def test_a_run_has_one_hash_of_its_tokens(
+def test_a_killed_run_reads_what_one_that_never_stopped_does(
     kind: str, ranks: int, workers: int, kill: int, ranks_after: int, workers_after: int
 ) -> None:
-    whole = list(steps(loaders_of(kind, 1, workers), 1))
+    whole, _ = whole_run(kind, workers)
     head, state = stop(loaders_of(kind, ranks, workers), min(kill, len(whole) - 1))
-    read = [*head, *go_on(loaders_of(kind, ranks_after, workers_after), state, 1)]
-
-    hashes = {hashlib.sha256(repr(each).encode()).hexdigest() for each in (whole, read)}
-    assert len(hashes) == 1
+    assert [*head, *go_on(loaders_of(kind, ranks_after, workers_after), state, 1)] == whole
 
 
 _AGAIN = {"plain": 0, "shuffled": BUFFER, "wrapped": 1, "bfd": BUFFER, "bfd_split": BUFFER}
@@ -176,7 +180,7 @@ _AGAIN = {"plain": 0, "shuffled": BUFFER, "wrapped": 1, "bfd": BUFFER, "bfd_spli
 
 @pytest.mark.parametrize(("kind", "workers"), crossed(_AGAIN, [0, 2]))
 def test_at_most_a_buffer_is_read_again_in_each_worker(kind: str, workers: int) -> None:
-    whole = list(steps(loaders_of(kind, 1, workers), 1))
+    whole, _ = whole_run(kind, workers)
     for after_steps in range(1, len(whole) - 1, 1 + workers):
         head, state = stop(loaders_of(kind, 1, workers), after_steps)
         num_read.zero_()
@@ -188,7 +192,7 @@ def test_at_most_a_buffer_is_read_again_in_each_worker(kind: str, workers: int) 
 
 
 def test_a_pass_over_the_same_epoch_again_begins_at_its_beginning() -> None:
-    whole = list(steps(loaders_of("plain", 1, 0), 1))
+    whole, _ = whole_run("plain", 0)
     _, state = stop(loaders_of("plain", 1, 0), 4)
     loader = loaders_of("plain", 1, 0)[0]
 
@@ -219,7 +223,7 @@ def test_a_shuffle_buffer_gives_each_row_once_and_none_early(buffer_size: int, b
 def test_a_release_of_datasets_without_its_private_nodes_is_named_once_and_read_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = list(steps(loaders_of("plain", 1, 0), 1))
+    whole, _ = whole_run("plain", 0)
     monkeypatch.setattr(iterable_reader, "_NODES", (iterable_reader._NODES[0], "_GoneIterable"))
     iterable_reader._missing_nodes.cache_clear()
     try:
@@ -253,35 +257,12 @@ def valid_steps(loader: PreparedDataLoader, process: ProcessContext, until: int)
 
 
 def part_of_a_run(
-    kind: str, workers: int, state: dict[str, Any] | None, num_steps: int | None, until: int = 2
-) -> tuple[list[list[int]], list[dict[str, Any]], int]:
+    kind: str, workers: int, state: dict[str, Any] | None = None, num_steps: int | None = None, until: int = 2
+) -> tuple[list[list[list[int]]], list[dict[str, Any]], int]:
     """Read some steps on all ranks; return their ids, the state after each, and the rows read on this rank."""
-    return parts_of_runs(kind, workers, [state], num_steps, until)[0]
-
-
-def whole_and_parts(kind: str, workers: int) -> tuple[Any, list[int], list[Any]]:
-    """Read two epochs, and once more from three states of the first: the numbers of their steps, and what is read."""
-    process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
-    whole = _part_of_a_run(process, kind, workers, None, None, 2)
-    (last,) = (number for number, state in enumerate(whole[1]) if state["is_complete"] and not state["epoch"])
-    numbers = [0, 3, last - 1]
-    parts = [_part_of_a_run(process, kind, workers, whole[1][number], None, 2) for number in numbers]
-    return whole, [*numbers, last], parts
-
-
-def parts_of_runs(
-    kind: str, workers: int, states: list[Any], num_steps: int | None = None, until: int = 2
-) -> list[tuple[list[list[int]], list[dict[str, Any]], int]]:
-    """Return the parts that begin at each of some states: a job of ranks costs more than to read in it."""
-    process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
-    return [_part_of_a_run(process, kind, workers, state, num_steps, until) for state in states]
-
-
-def _part_of_a_run(
-    process: ProcessContext, kind: str, workers: int, state: dict[str, Any] | None, num_steps: int | None, until: int
-) -> tuple[list[list[int]], list[dict[str, Any]], int]:
     global num_read  # what was shared before the ranks were forked counts for all of them
     num_read = torch.zeros_like(num_read).share_memory_()
+    process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
     loader = shard_loader(kind, process, workers)
     if state is not None:
         loader.load_state_dict(state)
@@ -290,6 +271,19 @@ def _part_of_a_run(
         ids.append([part["ids"] for part in parts])
         states.append(json.loads(json.dumps(loader.state_dict())))
     return ids, states, int(num_read.sum())
+
+
+def parts_of_runs(kind: str, workers: int, states: list[dict[str, Any]]) -> list[Any]:
+    """Return the parts that begin at each of some states: a job of ranks costs more than to read in it."""
+    return [part_of_a_run(kind, workers, state) for state in states]
+
+
+def whole_and_parts(kind: str, workers: int) -> tuple[Any, list[int], list[Any]]:
+    """Read two epochs, and once more from two states of the first: the numbers of their steps, and what is read."""
+    whole = part_of_a_run(kind, workers)
+    (last,) = (number for number, state in enumerate(whole[1]) if state["is_complete"] and not state["epoch"])
+    numbers = [0, last - 1]
+    return whole, [*numbers, last], parts_of_runs(kind, workers, [whole[1][number] for number in numbers])
 
 
 def flat(read: list[list[list[int]]]) -> list[int]:
@@ -303,7 +297,7 @@ def test_shards_of_ranks_go_on_on_as_many_exactly_and_on_others_with_each_sample
     assert other[1] == states
     assert sorted(flat(whole[: last + 1])) == sorted(flat(whole[last + 1 :])) == list(range(SAMPLES))
     stops, same = [states[number] for number in numbers], (mine, others_part)
-    others = [run_ranks(parts_of_runs, ranks, kind, 3 - workers, stops)[0] for ranks in (1, 3)]
+    others = [run_ranks(parts_of_runs, ranks, kind, 1 if workers else 2, stops)[0] for ranks in (1, 3)]
     for number, *on_two, rest_of_one, rest_of_three in zip(numbers, *same, *others, strict=True):
         head = flat(whole[: number + 1])
         assert on_two[0][0] == whole[number + 1 :]
@@ -317,11 +311,11 @@ def test_shards_of_ranks_go_on_on_as_many_exactly_and_on_others_with_each_sample
 
 @pytest.mark.multirank
 def test_what_one_process_began_goes_on_on_two_and_back_in_the_same_order() -> None:
-    whole, states, _ = run_ranks(part_of_a_run, 1, "shuffled", 2, None, None, 1)[0]
-    rest, later, _ = run_ranks(part_of_a_run, 2, "shuffled", 2, states[2], 3, 1)[0]
+    whole, states, _ = run_ranks(part_of_a_run, 1, "shuffled", 2, until=1)[0]
+    rest, later, _ = run_ranks(part_of_a_run, 2, "shuffled", 2, states[2], 3, until=1)[0]
+    end, _, _ = run_ranks(part_of_a_run, 1, "shuffled", 0, later[2], until=1)[0]
 
-    assert [reduce(operator.iadd, step, []) for step in rest] == [step[0] for step in whole[3:6]]
-    end = run_ranks(part_of_a_run, 1, "shuffled", 0, later[2], None, 1)[0][0]
+    assert [flat([step]) for step in rest] == [flat([step]) for step in whole[3:6]]
     assert end == whole[6:]
 
 

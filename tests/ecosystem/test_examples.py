@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cells import beyond
 from tests.example_runs import run_example
 from tests.ranks import preload
 
@@ -25,7 +26,7 @@ def test_adapters_on_a_base_in_4_bits_learn_in_shards_what_they_learn_on_one_pro
     assert sharded.result[-1] < sharded.result[0] - 0.5
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [beyond(1), 2])
 def test_a_model_learns_which_answers_are_preferred(num_processes: int, tmp_path: Path):
     pytest.importorskip("trl")
     preload("trl")

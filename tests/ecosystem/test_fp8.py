@@ -20,7 +20,7 @@ float8 = pytest.importorskip("torchao.float8")
 preload("transformers.models.llama.modeling_llama", "accel_trainer.accelerator", "accel_trainer.trainer")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NUM_UPDATES = 8
+NUM_UPDATES, BATCH = 4, 8
 
 
 def build_model(*, seed: int = 0) -> nn.Module:
@@ -36,7 +36,7 @@ def build_model(*, seed: int = 0) -> nn.Module:
 
 
 def samples() -> list[dict[str, Tensor]]:
-    tokens = torch.randint(0, 128, (8 * NUM_UPDATES, 16), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 128, (BATCH * NUM_UPDATES, 16), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
@@ -53,7 +53,7 @@ def train(
     """Train over an epoch; save in its middle, or load there and go on."""
     model = model or build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    loader = DataLoader(samples(), batch_size=8 // accelerator.num_processes)
+    loader = DataLoader(samples(), batch_size=BATCH // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses, half = [], NUM_UPDATES // 2
     if load:

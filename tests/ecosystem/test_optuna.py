@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accel_trainer import Trainer
-from accel_trainer.errors import ConfigError
-from tests.ranks import RankFailure, preload, run_ranks
-from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, on_ranks, strategy_arguments
+from accel_trainer.errors import ConfigError, ProcessGroupError
+from tests.ranks import preload, run_ranks
+from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, strategy_arguments
 
 optuna = pytest.importorskip("optuna")
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 preload("optuna")
-pytestmark = pytest.mark.multirank
+pytestmark = [pytest.mark.multirank, pytest.mark.timeout(280)]
 
 
 def build(output_dir: Any, strategy: str, model_init: Any = None, **changes: Any) -> Trainer:
@@ -55,12 +58,12 @@ def search(output_dir: str, strategy: str) -> dict[str, Any]:
     for name in ("learning_rate", "num_train_epochs"):
         setattr(again.args, name, best.hyperparameters[name])
     again.train()
-    return {"best": tuple(best), "losses": losses, "again": again.evaluate()["eval_loss"]}
+    return {"best": tuple(best), "losses": losses, "again": again.evaluate()["eval_loss"], "folder": output_dir}
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_every_rank_gets_the_best_run_and_each_trial_its_checkpoints(tmp_path, strategy):
-    results = on_ranks(strategy, search, str(tmp_path))
+def test_every_rank_gets_the_best_run_and_each_trial_its_checkpoints(searches, strategy):
+    results = searches(search, strategy)
 
     for found in results:
         assert found == results[0]
@@ -69,8 +72,9 @@ def test_every_rank_gets_the_best_run_and_each_trial_its_checkpoints(tmp_path, s
         assert set(parameters) == {"learning_rate", "num_train_epochs", "seed"}
         assert found["again"] == pytest.approx(objective, rel=1e-6)
     for number in range(3):
-        checkpoints = sorted(path.name for path in (tmp_path / f"run-{number}").glob("checkpoint-*"))
-        state = json.loads((tmp_path / f"run-{number}" / checkpoints[-1] / "trainer_state.json").read_text())
+        run = Path(results[0]["folder"], f"run-{number}")
+        checkpoints = sorted(path.name for path in run.glob("checkpoint-*"))
+        state = json.loads((run / checkpoints[-1] / "trainer_state.json").read_text())
         assert state["trial_params"]["seed"] in range(4)
         assert state["log_history"][-1]["eval_loss"] == pytest.approx(results[0]["losses"][str(number)])
         assert checkpoints in (["checkpoint-4"], ["checkpoint-4", "checkpoint-8"])
@@ -91,8 +95,8 @@ def resume(output_dir: str, strategy: str) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_a_trial_is_resumed_from_its_checkpoint(tmp_path, strategy):
-    for whole, again in on_ranks(strategy, resume, str(tmp_path)):
+def test_a_trial_is_resumed_from_its_checkpoint(searches, strategy):
+    for whole, again in searches(resume, strategy):
         assert again == whole
 
 
@@ -118,8 +122,8 @@ def prune(output_dir: str, strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_a_trial_that_is_pruned_ends_on_every_rank(tmp_path, strategy):
-    for best, steps, backend in on_ranks(strategy, prune, str(tmp_path)):
+def test_a_trial_that_is_pruned_ends_on_every_rank(searches, strategy):
+    for best, steps, backend in searches(prune, strategy):
         assert best == "0"
         assert steps[0] == (0, 2)
         assert [entry for entry in steps if entry[0] > 0] == [(1, 2), (2, 2)]
@@ -136,11 +140,11 @@ def several(output_dir: str, strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_several_objectives_have_several_best_runs(tmp_path, strategy):
-    assert on_ranks(strategy, several, str(tmp_path)) == [["0", "1"]] * (1 if strategy == "single" else 2)
+def test_several_objectives_have_several_best_runs(searches, strategy):
+    assert searches(several, strategy) == [["0", "1"]] * (1 if strategy == "single" else 2)
 
 
-def fail(output_dir: str, strategy: str, catch: Any) -> Any:
+def fail(output_dir: str, strategy: str, catch: Any = ArithmeticError) -> Any:
     def model_init(trial: Any = None) -> Any:
         if trial is not None and trial.number == 0:
             raise ArithmeticError("no model for trial 0")
@@ -150,10 +154,15 @@ def fail(output_dir: str, strategy: str, catch: Any) -> Any:
     return trainer.hyperparameter_search(space, n_trials=2, backend="optuna", catch=catch).run_id
 
 
-def test_a_trial_that_fails_is_left_out_or_ends_the_search(tmp_path):
-    assert on_ranks("ddp", fail, str(tmp_path), catch=ArithmeticError) == ["1", "1"]
-    with pytest.raises(RankFailure, match="no model for trial 0"):
-        on_ranks("ddp", fail, str(tmp_path), catch=())
+def fail_uncaught(output_dir: str, strategy: str) -> str:
+    with pytest.raises(ArithmeticError) as error:
+        fail(output_dir, strategy, catch=())
+    return str(error.value)
+
+
+def test_a_trial_that_fails_is_left_out_or_ends_the_search_on_every_rank(searches):
+    assert searches(fail, "ddp") == ["1", "1"]
+    assert searches(fail_uncaught, "ddp") == ["no model for trial 0"] * 2
 
 
 def time_out(output_dir: str, strategy: str) -> Any:
@@ -165,19 +174,57 @@ def time_out(output_dir: str, strategy: str) -> Any:
     return trainer.hyperparameter_search(space, slow, n_trials=50, timeout=0.5, backend="optuna").run_id
 
 
-def test_a_search_that_is_out_of_time_ends_on_every_rank(tmp_path):
-    first, second = on_ranks("ddp", time_out, str(tmp_path))
+def test_a_search_that_is_out_of_time_ends_on_every_rank(searches):
+    first, second = searches(time_out, "ddp")
     assert first == second
 
 
-def bad_study(output_dir: str, strategy: str) -> None:
-    build(output_dir, strategy).hyperparameter_search(space, n_trials=1, backend="optuna", direction="sideways")
+def bad_study(output_dir: str, strategy: str) -> str:
+    with pytest.raises((ValueError, ProcessGroupError)) as error:
+        build(output_dir, strategy).hyperparameter_search(space, n_trials=1, backend="optuna", direction="sideways")
+    return f"{type(error.value).__name__}: {error.value}"
 
 
-def test_a_study_that_cannot_be_made_is_told_to_every_rank(tmp_path):
-    with pytest.raises(RankFailure, match=r"the search ended on rank 0, which has the study: ValueError") as failure:
-        on_ranks("ddp", bad_study, str(tmp_path))
-    assert len(failure.value.failures) == 2
+def test_a_study_that_cannot_be_made_is_told_to_every_rank(searches):
+    first, second = searches(bad_study, "ddp")
+    assert first.startswith("ValueError: ")
+    assert re.search(r"the search ended on rank 0, which has the study: ValueError", second)
+
+
+def bad_suggestion(output_dir: str, strategy: str) -> None:
+    with pytest.raises(ValueError, match="low"):
+        build(output_dir, strategy).hyperparameter_search(
+            lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1.0, 0.1)}, backend="optuna"
+        )
+
+
+def test_a_suggestion_that_fails_fails_on_every_rank(searches):
+    assert searches(bad_suggestion, "ddp") == [None, None]
+
+
+SEARCHES = {
+    "single": [search, resume, prune, several],
+    "ddp": [search, prune, several, fail, fail_uncaught, time_out, bad_study, bad_suggestion],
+    "fsdp": [search, resume, prune],
+}
+
+
+def run_searches(output_dir: str, strategy: str) -> dict[str, Any]:
+    return {run.__name__: run(f"{output_dir}/{run.__name__}", strategy) for run in SEARCHES[strategy]}
+
+
+@pytest.fixture(scope="module")
+def searches(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Callable[..., Any], str], list[Any]]:
+    """Return what gives the results of a search by rank; all of a strategy run in one job."""
+
+    @functools.cache
+    def run(strategy: str) -> list[dict[str, Any]]:
+        folder = str(tmp_path_factory.mktemp(strategy))
+        if strategy == "single":
+            return [run_searches(folder, strategy)]
+        return run_ranks(run_searches, 2, folder, strategy, timeout=250)
+
+    return lambda search, strategy: [found[search.__name__] for found in run(strategy)]
 
 
 def test_trials_at_the_same_time_are_refused(tmp_path):
@@ -188,15 +235,3 @@ def test_trials_at_the_same_time_are_refused(tmp_path):
 def test_a_search_without_a_model_function_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="pass your model through a model_init function"):
         build_trainer(tmp_path).hyperparameter_search(backend="optuna")
-
-
-def space_on_rank_zero_fails(output_dir: str, strategy: str) -> None:
-    bad = {"learning_rate": lambda trial: trial.suggest_float("learning_rate", 1.0, 0.1)}
-    build(output_dir, strategy).hyperparameter_search(lambda trial: bad["learning_rate"](trial), backend="optuna")
-
-
-def test_a_suggestion_that_fails_fails_on_every_rank(tmp_path):
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(space_on_rank_zero_fails, 2, str(tmp_path), "ddp")
-    assert all("ValueError" in text for text in failure.value.failures.values())
-    assert len(failure.value.failures) == 2

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents.test_docs import NEEDS, ROOT, check_python
+from tests.documents.test_docs import NEEDS, ROOT, check_python, run_pages_on_ranks
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("page", NEEDS)
 def test_a_page_on_another_library_runs_on_two_ranks(page: str, tmp_path: Path):
     pytest.importorskip(NEEDS[page])
-    check_python(ROOT / "docs" / f"{page}.md", tmp_path)
+    path = ROOT / "docs" / f"{page}.md"
+    check_python(path, run_pages_on_ranks([path], tmp_path)[path])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,36 +12,18 @@ import torch
 
 from accel_trainer.errors import IncompatibleCheckpointError, ProcessGroupError
 from accel_trainer.utils import load_fsdp_model, save_fsdp_model
-from tests.ecosystem.peft_models import RANKS, STRATEGIES, adapt, batch_loss, build_accelerator
+from tests.ecosystem.peft_models import RANKS, STRATEGIES, adapt, batch_loss, prepare_loop, train_loop
 from tests.ranks import preload, run_ranks
-from tests.trainer_jobs import TokenDataset, build_model
+from tests.trainer_jobs import build_model
 
 peft = pytest.importorskip("peft")
 preload("peft", "accel_trainer.accelerator", "transformers.models.llama.modeling_llama", "deepspeed")
 
-METHODS = ("lora", "modules_to_save", "prompt")
+METHODS = ("modules_to_save", "prompt")
 
 
 def prepare(strategy: str, method: str) -> Any:
-    """Return an Accelerator with a prepared model, optimizer and loader over four updates of eight rows."""
-    accelerator = build_accelerator(strategy)
-    model = adapt(build_model(), method)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    loader = torch.utils.data.DataLoader(TokenDataset(32), batch_size=8 // RANKS[strategy])
-    return accelerator, *accelerator.prepare(model, optimizer, loader)
-
-
-def train(accelerator: Any, model: Any, optimizer: Any, loader: Any, save_after: int, state: str) -> list[float]:
-    losses = []
-    for update, batch in enumerate(loader, 1):
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
-        if update == save_after:
-            accelerator.save_state(state)
-    return losses
+    return prepare_loop(strategy, lambda: adapt(build_model(), method))
 
 
 def everything(folder: str, strategy: str) -> dict[str, Any]:
@@ -49,7 +32,7 @@ def everything(folder: str, strategy: str) -> dict[str, Any]:
     for method in METHODS:
         out = Path(folder, method)
         accelerator, model, *rest = prepare(strategy, method)
-        losses = train(accelerator, model, *rest, save_after=2, state=str(out / "state"))
+        losses = train_loop(accelerator, model, *rest, save_to=out / "state")
         unwrapped = accelerator.unwrap_model(model)
         unwrapped.save_pretrained(
             out / "given",
@@ -76,23 +59,18 @@ def resume(folder: str, strategy: str) -> dict[str, list[float]]:
     """Go on from the states of another strategy; return the losses."""
     found = {}
     for method in METHODS:
-        accelerator, model, optimizer, loader = prepare(strategy, method)
-        accelerator.load_state(Path(folder, method, "state"))
-        rest = accelerator.skip_first_batches(loader, 2)
-        found[method] = train(accelerator, model, optimizer, rest, save_after=0, state="")
+        accelerator, *rest = prepare(strategy, method)
+        found[method] = train_loop(accelerator, *rest, load_from=Path(folder, method, "state"))
         accelerator.free_memory()
     return found
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    known: dict[str, Any] = {}
-
+    @functools.cache
     def run(strategy: str) -> Any:
-        if strategy not in known:
-            folder = tmp_path_factory.mktemp(strategy)
-            known[strategy] = run_ranks(everything, RANKS[strategy], str(folder), strategy, timeout=100), folder
-        return known[strategy]
+        folder = tmp_path_factory.mktemp(strategy)
+        return run_ranks(everything, RANKS[strategy], str(folder), strategy, timeout=100), folder
 
     return run
 
@@ -120,15 +98,13 @@ def test_adapters_are_trained_and_saved_alone_in_both_ways(runs, strategy):
 @pytest.mark.multirank
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_merging_is_right_or_refused(runs, strategy):
-    expected = runs("single")[0][0]["lora"]["merge"]
-    for rank in runs(strategy)[0]:
+    expected = runs("single")[0][0]["modules_to_save"]["merge"]
+    for merged in (rank["modules_to_save"]["merge"] for rank in runs(strategy)[0]):
         if strategy in ("fsdp", "zero3"):
-            assert rank["lora"]["merge"].startswith("ConfigError")
-            assert (
-                "its adapters cannot be merged into shards; save them with save_pretrained()" in rank["lora"]["merge"]
-            )
+            assert merged.startswith("ConfigError")
+            assert "its adapters cannot be merged into shards; save them with save_pretrained()" in merged
         else:
-            assert rank["lora"]["merge"] == pytest.approx(expected, rel=2e-6)
+            assert merged == pytest.approx(expected, rel=2e-6)
 
 
 @pytest.mark.slow

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "rain", "falls", "on", "hills")
@@ -107,6 +109,25 @@ def pairs(count: int, first: int = 0) -> Any:
     return Dataset.from_dict(
         {"anchor": [sentence(row, 3) for row in rows], "positive": [sentence(row + 1, 3) for row in rows]}
     )
+
+
+def numbers_of(trainer: Any, figures: Iterable[str]) -> dict[str, Any]:
+    """Return what a run has logged under these names, its weights, and whose its Accelerator is. Collective."""
+    weights = {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().numpy().copy()
+        for name, p in trainer.model.named_parameters()
+    }
+    logged = {name: [entry[name] for entry in trainer.state.log_history if name in entry] for name in figures}
+    return {**logged, "weights": weights, "ours": type(trainer.accelerator).__module__}
+
+
+def assert_equal(first: dict[str, Any], second: dict[str, Any], tolerance: float = 0.0) -> None:
+    """Compare what `numbers_of` has returned of two runs, but for whose Accelerator it was."""
+    figures = {name: value for name, value in second.items() if name not in ("weights", "ours")}
+    for name, value in figures.items():
+        np.testing.assert_allclose(first[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+    for name, value in second["weights"].items():
+        np.testing.assert_allclose(first["weights"][name], value, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
 def run_unmodified(*words: str) -> str:

@@ -99,9 +99,16 @@ def test_what_was_saved_predicts_the_same(script, runs):
     assert same == total > 0
 
 
+@pytest.fixture(scope="module")
+def own_files(tmp_path_factory):
+    """The folders of a model and of a dataset."""
+    folder = tmp_path_factory.mktemp("own")
+    return save_tiny_pretrained(folder / "model"), save_tiny_texts(folder / "data")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_model_and_a_dataset_of_your_own_do_the_same_job(script, tmp_path):
-    model, dataset = save_tiny_pretrained(tmp_path / "model"), save_tiny_texts(tmp_path / "data")
+def test_a_model_and_a_dataset_of_your_own_do_the_same_job(script, own_files, tmp_path):
+    model, dataset = own_files
 
     argv = ["--model", model, "--dataset", dataset, *TINY, "--output_dir", tmp_path / "out", "--epochs", 2]
     finished = run_example(script, argv)[0]

@@ -13,6 +13,7 @@ import torch
 
 from accel_trainer.checkpoint.store import DirectoryLock
 from accel_trainer.launch.cli import main
+from tests import warm
 from tests.publishing import ALONE, publish_directory
 
 
@@ -63,7 +64,7 @@ def test_prune_keeps_the_newest_complete_ones_of_each_kind(directory: Path, caps
 def test_prune_leaves_the_directory_of_a_live_run_alone(directory: Path, capsys: pytest.CaptureFixture[str]):
     lock = DirectoryLock.take(directory / "_lock")
     command = [sys.executable, "-m", "accel_trainer", "ckpt", "prune", "--keep", "1", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = warm.run(command, capture_output=True, text=True, timeout=30)
     lock.release()
     assert done.returncode == 2
     assert f"is written to by another run (process {os.getpid()} on" in done.stderr

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import yaml
 from accel_trainer.config import resolve
 from accel_trainer.contrib import questionnaire
 from accel_trainer.launch.cli import main
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 # What each question is known by, in these tests.
@@ -47,7 +47,7 @@ def test_piped_answers_make_the_file_that_launch_looks_for(tmp_path: Path):
     answers = "yes\n\nfsdp2\n2\nno\n\nBertLayer, GPT2Block\nyes\n\n\nsharded\nbf16\n4\n\n\n"
     command = [sys.executable, "-m", "accel_trainer", "config"]
     environ = {**os.environ, "HF_HOME": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, input=answers, env=environ, capture_output=True, text=True, timeout=60)
+    done = warm.run(command, cwd=ROOT, input=answers, env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     path = tmp_path / "accel_trainer" / "default_config.yaml"
     assert done.stdout.endswith(f"configuration written to {path}; try it with: accel-trainer test\n")

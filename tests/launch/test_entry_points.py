@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ from accel_trainer.commands.test import test_command_parser as checks_parser
 from accel_trainer.errors import ConfigError
 from accel_trainer.launch.entry_points import _words
 from accel_trainer.launch.flags import launch_flags, parse_options
+from tests import warm
+from tests.ranks import RankFailure, run_ranks
 
 # One write a process: print() makes one of each word, and two processes' words may come in any order.
 SCRIPT = "import os, sys; sys.stdout.write(' '.join([os.environ.get('WORLD_SIZE', '1'), *sys.argv[1:]]) + '\\n')"
@@ -59,23 +62,28 @@ def test_attributes_are_typed_and_absent_ones_are_false() -> None:
     assert {flag.name for flag in launch_flags().values()} <= vars(args).keys()
 
 
-@pytest.mark.parametrize(("words", "expected"), [([], "1 --lr 3"), (["--num_processes", "2"], "2 --lr 3\n2 --lr 3")])
-def test_a_program_launches_a_script(
-    words: list[str], expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    args = launch_command_parser().parse_args(["--cpu", *words, str(script)])
+def launch_as_a_program(words: list[str], output: str) -> None:
+    """Launch a script, with what it writes in a file."""
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
+    warm.fork_programs()
+    args = launch_command_parser().parse_args(words)
     args.training_script_args = ["--lr", "3"]  # as TRL's command line does
     launch_command(args)
-    assert capfd.readouterr().out.strip() == expected
+
+
+@pytest.mark.parametrize(("words", "expected"), [([], "1 --lr 3"), (["--num_processes", "2"], "2 --lr 3\n2 --lr 3")])
+def test_a_program_launches_a_script(words: list[str], expected: str, tmp_path: Path) -> None:
+    script, output = tmp_path / "script.py", tmp_path / "output"
+    script.write_text(SCRIPT)
+    run_ranks(launch_as_a_program, 1, ["--cpu", *words, str(script)], str(output), env=warm.ALONE)
+    assert output.read_text().strip() == expected
 
 
 def test_a_failing_script_is_an_error_with_its_code(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("raise SystemExit(3)")
-    args = launch_command_parser().parse_args(["--cpu", str(tmp_path / "script.py")])
-    with pytest.raises(subprocess.CalledProcessError, match="exit status 3"):
-        launch_command(args)
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(3)")
+    with pytest.raises(RankFailure, match=r"subprocess\.CalledProcessError: .* exit status 3"):
+        run_ranks(launch_as_a_program, 1, ["--cpu", str(script)], str(tmp_path / "output"), env=warm.ALONE)
 
 
 def test_a_job_that_cannot_run_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

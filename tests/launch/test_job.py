@@ -206,16 +206,6 @@ def test_scripts_find_the_precision_of_the_launch_in_accelerates_variable(
     assert resolve(environ=environment, file="script.yaml").config.mixed_precision == ("fp8" if is_weaker else seen)
 
 
-def test_environment_stands_between_flag_and_file(tmp_path: Path, script: str) -> None:
-    (tmp_path / "run.yaml").write_text("mixed_precision: bf16\ndebug: true\nuse_cpu: true\n")
-    environ = {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCEL_TRAINER_DEBUG": "false"}
-    arguments = ["--config_file", str(tmp_path / "run.yaml")]
-    config = plan(tmp_path, *arguments, script, **environ).resolved.config
-    assert (config.mixed_precision, config.debug) == ("fp16", False)
-    config = plan(tmp_path, *arguments, "--mixed_precision", "no", script, **environ).resolved.config
-    assert config.mixed_precision == "no"
-
-
 def test_ranks_of_an_outer_job_do_not_reach_the_script(tmp_path: Path, script: str) -> None:
     job = plan(tmp_path, "--cpu", script, RANK="0", WORLD_SIZE="1", MASTER_ADDR="host", OTHER="kept")
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & job.environment.keys()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,9 +17,10 @@ from typing import NamedTuple
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
+from tests import warm
 from tests.cells import beyond, selected
 from tests.launches import launch, run_command
-from tests.ranks import RankFailure, ask_jobs, free_port, preload, run_ranks
+from tests.ranks import RankFailure, ask_jobs, preload, run_ranks, wait_until
 from tests.warm import COLD
 
 preload("accel_trainer.accelerator")
@@ -69,43 +69,9 @@ def background(tmp_path: Path) -> Iterator[Background]:
         print((tmp_path / "output.txt").read_text())  # shown where the test fails
 
 
-class Launched(NamedTuple):
-    """How a job has ended, and when."""
-
-    code: int
-    output: str
-    folder: Path
-    time: float
-
-
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], Launched]:
-    """Launch the jobs that wait for most of their time, three at once."""
-    returned = selected(request, "test_another_is_started_in_the_place_of_a_worker_that_is_killed")
-    jobs = {**JOBS, **{f"{action} {size}": replacing(action, size) for action, size in returned}}
-    signalled = {**SAVING, **ENDING}
-    folders = {name: tmp_path_factory.mktemp("launched") for name in (*jobs, *signalled)}
-
-    def run(name: str) -> Launched:
-        if name in signalled:
-            return interrupt(folders[name], *signalled[name])
-        words, script, arguments = jobs[name]
-        given = "--cpu", *words.split(), write(folders[name], script), *arguments.split()
-        return Launched(*launch(folders[name], *given, timeout=150), folders[name], time.time())
-
-    return ask_jobs(run, folders)
-
-
-def wait_for(*paths: Path, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not all(path.exists() for path in paths):
-        assert time.monotonic() < deadline, f"none of {paths} within {seconds} s"
-        time.sleep(0.02)
-
-
 REPORT = """
 import json, os, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR")
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR", "CUSTOMIZED")
 facts = {"argv": sys.argv[1:], "pid": os.getpid(), "cores": sorted(os.sched_getaffinity(0))}
 facts |= {name: os.environ.get(name) for name in names}
 with open(os.path.join(os.path.dirname(__file__), f"facts{os.environ.get('RANK', '')}.json"), "w") as target:
@@ -133,8 +99,9 @@ def test_one_process_takes_the_place_of_the_launcher_which_has_not_imported_torc
     assert " torch" not in imports
 
 
-def test_two_processes_are_two_ranks_with_the_arguments_of_the_script(tmp_path: Path) -> None:
+def test_two_processes_are_two_ranks_with_the_script_s_arguments_and_the_user_s_sitecustomize(tmp_path: Path) -> None:
     write(tmp_path, REPORT, "trainer_module.py")
+    own_site = write(tmp_path, "import os; os.environ['CUSTOMIZED'] = __file__", "sitecustomize.py")
     words = ["--num_processes", "9", "--", "-m", "a b"]
     own = ["--num_cpu_threads_per_process", "3", "-m", "trainer_module"]
     code, output = launch(tmp_path, *TWO, *own, *words, PYTHONPATH=str(tmp_path))
@@ -143,6 +110,7 @@ def test_two_processes_are_two_ranks_with_the_arguments_of_the_script(tmp_path: 
         seen = facts(tmp_path, rank)
         assert (seen["argv"], seen["OMP_NUM_THREADS"], seen["MASTER_ADDR"]) == (words, "3", "127.0.0.1")
         assert [seen[name] for name in PLACE] == [rank, rank, "2", "2"]
+        assert seen["CUSTOMIZED"] == own_site
 
 
 LOOPBACK = """
@@ -176,21 +144,13 @@ dist.destroy_process_group()
 
 
 def test_two_gloo_ranks_on_the_cpu_listen_on_loopback_only(tmp_path: Path) -> None:
-    code, output = launch(tmp_path, *TWO, write(tmp_path, LOOPBACK), **{COLD: "1"})
+    code, output = launch(tmp_path, *TWO, write(tmp_path, LOOPBACK))
     assert code == 0, output
     assert sorted(output.splitlines()) == [f"rank {rank}: sum 3, listening outside loopback: []" for rank in range(2)]
 
 
 # Rank 0 would outlast the time that the launch is given.
 FAILED = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(3600)\n"
-
-
-def test_the_job_ends_with_the_code_of_the_worker_that_failed_first(launched: Callable[[str], Launched]) -> None:
-    job = launched("one fails")
-    assert job.code == 7
-    assert "rank 1 (pid " in job.output
-    assert "failed with exit code 7; this ended the job" in job.output
-    assert len(job.output.splitlines()) == 1
 
 
 STOPPED = """
@@ -202,24 +162,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-def test_r10_a_worker_that_does_not_end_with_those_that_found_it_hung_is_killed_and_named(
-    launched: Callable[[str], Launched],
-) -> None:
-    job = launched("one is stopped")
-    assert job.code == 75
-    assert re.search(r"rank 0 \(pid \d+\) failed with exit code 75; this ended the job", job.output)
-    assert "rank 1 hung: it did not end with the others, and was killed" in job.output
-    seconds = job.time - float((job.folder / "ended").read_text())
-    assert seconds < 10  # 3.2 s on a quiet machine; torch waits 30 s for it
-
-
 KILLED = "import os, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), 9)\ntime.sleep(60)\n"
-
-
-def test_a_worker_that_was_killed_gives_128_plus_its_signal(launched: Callable[[str], Launched]) -> None:
-    job = launched("one is killed")
-    assert job.code == 137
-    assert "was ended by SIGKILL, exit code 137" in job.output
 
 
 LEAVE_EARLY = """
@@ -239,16 +182,6 @@ sys.exit(1)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc")
-def test_a_worker_that_left_early_without_error_is_named_beside_the_one_that_failed(
-    launched: Callable[[str], Launched],
-) -> None:
-    job = launched("one leaves early")
-    assert job.code == 1
-    assert "rank 0 (pid " in job.output
-    assert re.search(r"rank 1 had ended with code 0 \d+\.\d s before that", job.output)
-
-
 RESTART = """
 import os, sys
 import torch, torch.distributed as dist
@@ -263,14 +196,6 @@ sys.stdout.write(f"rank {os.environ['RANK']} of {total.item():g} in attempt {att
 """
 
 
-def test_workers_are_started_again_and_find_each_other_again(launched: Callable[[str], Launched]) -> None:
-    code, output, *_ = launched("both fail once")
-    assert code == 0, output
-    assert "failed with exit code 3; starting the workers again (1 of 1 restarts)" in output
-    assert "rank 0 of 2 in attempt 1" in output
-    assert "rank 1 of 2 in attempt 1" in output
-
-
 LOST = """
 import os, signal, sys, time
 size, rank, attempt = os.environ["WORLD_SIZE"], os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -282,14 +207,6 @@ if attempt == "0":
     os.kill(os.getpid(), signal.SIGKILL) if rank in "23" else time.sleep(60)
 sys.exit(0 if attempt == "2" else 3)
 """
-
-
-def test_workers_that_are_lost_are_not_replaced_down_to_the_fewest(launched: Callable[[str], Launched]) -> None:
-    code, output, *_ = launched("two of four are lost")
-    assert code == 0, output
-    assert "starting the workers again on 2 rank(s) instead of 4 (1 of 2 restarts)" in output
-    assert "failed with exit code 3; starting the workers again (2 of 2 restarts)" in output
-    assert "rank 1 of 2 in attempt 2" in output
 
 
 OUTLIVED = """
@@ -317,14 +234,18 @@ accelerator.end_training()
 """
 
 
-def test_workers_go_on_without_one_that_is_killed(launched: Callable[[str], Launched]) -> None:
-    code, output, *_ = launched("others go on")
-    assert code == 0, output
-    assert re.search(r"rank 0 \(pid \d+\) was ended by SIGKILL, .*; the 2 that are left go on without it", output)
-    assert "rank 0 of the 3 that the launcher has started is lost; the 2 that are left go on after update 2" in output
-    # 2 updates of the 4, the micro-batch in which the rank was lost, and 2 for each of the updates that are left.
-    assert "rank 1 is 0 of 2, 7 micro-batches" in output
-    assert "rank 2 is 1 of 2, 7 micro-batches" in output
+PREEMPTED = """
+import os, signal, sys, time
+from accel_trainer import Accelerator
+accelerator = Accelerator(cpu=True)
+with accelerator.preemptible():
+    for step in range(1000):
+        time.sleep(0.02)
+        if step == 10 and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if accelerator.should_stop:
+            break
+"""
 
 
 begins_again = pytest.mark.skipif(
@@ -332,17 +253,146 @@ begins_again = pytest.mark.skipif(
 )
 
 
-@begins_again
-def test_workers_go_on_without_the_replica_of_one_that_is_killed(launched: Callable[[str], Launched]) -> None:
-    code, output, *_ = launched("the other replica goes on")
-    assert code == 0, output
-    assert re.search(r"rank 3 \(pid \d+\) was ended by SIGKILL, .*; the 2 that are left go on without it", output)
-    assert "rank 2 ends: another rank of its replica (dp_replicate_size) is lost" in output
-    assert (
-        "rank 2, 3 of the 4 that the launcher has started is lost; the 2 that are left go on after update 2" in output
-    )
-    assert "rank 0 is 0 of 2, 5 micro-batches" in output
-    assert "rank 1 is 1 of 2, 5 micro-batches" in output
+class Job(NamedTuple):
+    """What is launched, and how it ends."""
+
+    words: str
+    """Of the launcher."""
+    script: str
+    arguments: str = ""
+    code: int = 0
+    says: tuple[str, ...] = ()
+    """What the launcher and its workers write once, as regular expressions."""
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+
+
+JOBS = {
+    "the worker that failed first gives its code": Job(
+        "--num_processes 2",
+        FAILED,
+        code=7,
+        says=(r"\A.*rank 1 \(pid \d+\).* failed with exit code 7; this ended the job.*\n?\Z",),
+    ),
+    "one that was killed gives 128 and its signal": Job(
+        "--num_processes 2", KILLED, code=137, says=("was ended by SIGKILL, exit code 137",)
+    ),
+    "one that left early without error is named beside the one that failed": Job(
+        "--num_processes 2",
+        LEAVE_EARLY,
+        code=1,
+        says=(r"rank 0 \(pid ", r"rank 1 had ended with code 0 \d+\.\d s before that"),
+        marks=(pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads Linux's /proc"),),
+    ),
+    "workers are started again and find each other again": Job(
+        "--num_processes 2 --max_restarts 1",
+        RESTART,
+        says=(
+            r"failed with exit code 3; starting the workers again \(1 of 1 restarts\)",
+            "rank 0 of 2 in attempt 1",
+            "rank 1 of 2 in attempt 1",
+        ),
+    ),
+    "workers that fail again end the job": Job(
+        "--num_processes 2 --max_restarts 1", "import sys; sys.exit(3)", code=3, says=("starting the workers again",)
+    ),
+    "workers that are lost are not replaced down to the fewest": Job(
+        "--num_processes 2:4 --max_restarts 2 --monitor_interval 2",
+        LOST,
+        says=(
+            r"starting the workers again on 2 rank\(s\) instead of 4 \(1 of 2 restarts\)",
+            r"failed with exit code 3; starting the workers again \(2 of 2 restarts\)",
+            "rank 1 of 2 in attempt 2",
+        ),
+    ),
+    "workers go on without one that is killed": Job(
+        "--num_processes 3 --on_rank_loss continue",
+        OUTLIVED,
+        "accumulate 0",
+        says=(
+            r"rank 0 \(pid \d+\) was ended by SIGKILL, .*; the 2 that are left go on without it",
+            "rank 0 of the 3 that the launcher has started is lost; the 2 that are left go on after update 2",
+            # 2 updates of the 4, the micro-batch in which the rank was lost, and 2 for each of those that are left.
+            "rank 1 is 0 of 2, 7 micro-batches",
+            "rank 2 is 1 of 2, 7 micro-batches",
+        ),
+    ),
+    "workers go on without the replica of one that is killed": Job(
+        "--num_processes 4 --use_fsdp --parallel_dp_replicate_size 2 --on_rank_loss continue",
+        OUTLIVED,
+        "accumulate 3",
+        says=(
+            r"rank 3 \(pid \d+\) was ended by SIGKILL, .*; the 2 that are left go on without it",
+            r"rank 2 ends: another rank of its replica \(dp_replicate_size\) is lost",
+            "rank 2, 3 of the 4 that the launcher has started is lost; the 2 that are left go on after update 2",
+            "rank 0 is 0 of 2, 5 micro-batches",
+            "rank 1 is 1 of 2, 5 micro-batches",
+        ),
+        marks=(begins_again,),
+    ),
+    "workers that cannot go on without another are started again": Job(
+        "--num_processes 2 --on_rank_loss continue --max_restarts 1",
+        OUTLIVED,
+        "by_hand 1",
+        says=(
+            r"the others cannot go on: no update is under way, or it has backward\(\) outside of accumulate\(\)",
+            r"starting the workers again \(1 of 1 restarts\)",
+            "rank 1 is 1 of 2, 6 micro-batches",
+        ),
+    ),
+    "one is stopped": Job("--num_processes 2", STOPPED, code=75),
+    "both are asked to end": Job("--num_processes 2 --max_restarts 1", PREEMPTED, code=85),
+}
+
+
+class Launched(NamedTuple):
+    """How a job has ended, and when."""
+
+    code: int
+    output: str
+    folder: Path
+    time: float
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[str], Launched]:
+    """Launch the jobs that wait for most of their time, some at once."""
+    returned = selected(request, "test_another_is_started_in_the_place_of_a_worker_that_is_killed")
+    jobs = {**JOBS, **{f"{action} {size}": replacing(action, size) for action, size in returned}}
+    signalled = {**SAVING, **ENDING}
+    folders = {name: tmp_path_factory.mktemp("launched") for name in (*jobs, *signalled)}
+
+    def run(name: str) -> Launched:
+        if name in signalled:
+            return interrupt(folders[name], *signalled[name])
+        words, script, arguments, *_ = jobs[name]
+        given = "--cpu", *words.split(), write(folders[name], script), *arguments.split()
+        return Launched(*launch(folders[name], *given, timeout=150), folders[name], time.time())
+
+    return ask_jobs(run, folders)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=job.marks) for name, job in JOBS.items()])
+def test_how_a_job_ends(name: str, launched: Callable[[str], Launched]) -> None:
+    job = launched(name)
+    assert job.code == JOBS[name].code, job.output
+    for text in JOBS[name].says:
+        assert len(re.findall(text, job.output)) == 1, job.output
+
+
+def test_r10_a_worker_that_does_not_end_with_those_that_found_it_hung_is_killed_and_named(
+    launched: Callable[[str], Launched],
+) -> None:
+    job = launched("one is stopped")
+    assert re.search(r"rank 0 \(pid \d+\) failed with exit code 75; this ended the job", job.output)
+    assert "rank 1 hung: it did not end with the others, and was killed" in job.output
+    seconds = job.time - float((job.folder / "ended").read_text())
+    assert seconds < 10  # 3.2 s on a quiet machine; torch waits 30 s for it
+
+
+def test_r9_workers_that_were_asked_to_end_are_not_started_again(launched: Callable[[str], Launched]) -> None:
+    output = launched("both are asked to end").output
+    assert output.count("the process ends with exit code 85") == 1  # rank 0 alone logs
+    assert "starting the workers again" not in output
 
 
 RETURNED = """
@@ -379,9 +429,9 @@ accelerator.end_training()
 """
 
 
-def replacing(action: str, size: int) -> tuple[str, str, str]:
+def replacing(action: str, size: int) -> Job:
     shards = " --use_fsdp --parallel_dp_replicate_size 2" * (action == "shards")
-    return f"--num_processes {size}{shards} --on_rank_loss replace --max_restarts 2", RETURNED, action
+    return Job(f"--num_processes {size}{shards} --on_rank_loss replace --max_restarts 2", RETURNED, action)
 
 
 # A rank returns beside one, or beside several in tests/accelerator/test_lost_ranks.py, too.
@@ -412,14 +462,6 @@ def test_another_is_started_in_the_place_of_a_worker_that_is_killed(
     assert found == {str(rank): f"{(rank + left) % size} of {size}, {weight}" for rank in range(size)}
 
 
-def test_workers_that_cannot_go_on_without_another_are_started_again(launched: Callable[[str], Launched]) -> None:
-    code, output, *_ = launched("the other cannot go on")
-    assert code == 0, output
-    assert "the others cannot go on: no update is under way, or it has backward() outside of accumulate()" in output
-    assert "starting the workers again (1 of 1 restarts)" in output
-    assert "rank 1 is 1 of 2, 6 micro-batches" in output
-
-
 SEEN_LATE = """
 import os, sys, time
 from accel_trainer.launch.cli import main
@@ -437,15 +479,9 @@ sys.exit(main())
 def test_workers_go_on_without_one_whose_end_is_seen_late(tmp_path: Path) -> None:
     script, launcher = write(tmp_path, OUTLIVED), write(tmp_path, SEEN_LATE, "launcher.py")
     words = "launch", "--cpu", "--num_processes", "3", "--on_rank_loss", "continue", script, "accumulate", "0"
-    ended = subprocess.run([sys.executable, launcher, *words], cwd=ROOT, capture_output=True, text=True)
+    ended = warm.run([sys.executable, launcher, *words], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "the 2 that are left go on without it" in ended.stderr
-
-
-def test_workers_that_fail_again_end_the_job(launched: Callable[[str], Launched]) -> None:
-    code, output, *_ = launched("both fail twice")
-    assert code == 3
-    assert output.count("starting the workers again") == 1
 
 
 SIGNALS = """
@@ -467,8 +503,9 @@ while True:
 """
 
 
-def ready(folder: Path) -> list[Path]:
-    return [folder / f"ready{rank}" for rank in range(2)]
+def both_are(what: str, folder: Path) -> bool:
+    """Return whether both workers are "ready", or have "saved"."""
+    return all((folder / f"{what}{rank}").exists() for rank in range(2))
 
 
 def interrupt(folder: Path, script: str, how: str, numbers: list[signal.Signals], seconds: int) -> Launched:
@@ -477,7 +514,7 @@ def interrupt(folder: Path, script: str, how: str, numbers: list[signal.Signals]
     with ThreadPoolExecutor(1) as thread:
         job = Background(thread, folder)
         job.start(*TWO, write(folder, script), how, **own_time)
-        wait_for(*ready(folder))
+        wait_until(lambda: both_are("ready", folder), 60)
         for number in numbers:
             job.send_signal(number)
             time.sleep(0.05)
@@ -492,7 +529,6 @@ rank = Accelerator(cpu=True).process_index
 time.sleep(60)
 """
 SAVING = {
-    "SIGTERM": (SIGNALS, "save", [signal.SIGTERM], 120),
     "SIGUSR1": (SIGNALS, "save", [signal.SIGUSR1], 120),
     "twice at once is one": (SIGNALS, "save", [signal.SIGTERM, signal.SIGTERM], 120),
     "so are two of other names": (SIGNALS, "save", [signal.SIGTERM, signal.SIGINT], 120),
@@ -510,8 +546,7 @@ def test_workers_get_the_signal_and_time_to_save_and_their_code_is_the_job_s(
 ) -> None:
     job = launched(name)
     assert job.code == 85, job.output
-    assert (job.folder / "saved0").exists()
-    assert (job.folder / "saved1").exists()
+    assert both_are("saved", job.folder)
 
 
 @pytest.mark.parametrize(("name", "code"), [*zip(ENDING, (128 + signal.SIGTERM, 137, 130), strict=True)])
@@ -524,7 +559,7 @@ def test_workers_that_do_not_save_end_with_the_code_of_their_signal(
     assert job.output.startswith(f"{begin}; another signal ends them at once")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, beyond(signal.SIGTERM)])
 def test_workers_save_although_nobody_reads_what_the_launcher_says(
     tmp_path: Path, background: Background, number: signal.Signals
 ) -> None:
@@ -532,18 +567,17 @@ def test_workers_save_although_nobody_reads_what_the_launcher_says(
     os.mkfifo(output)
     reader = os.open(output, os.O_RDONLY | os.O_NONBLOCK)
     background.start(*TWO, write(tmp_path, SIGNALS.replace("SIGUSR1", "SIGINT")), "save")
-    wait_for(*ready(tmp_path))
+    wait_until(lambda: both_are("ready", tmp_path), 60)
     os.close(reader)  # `| tee log` ends with the same ctrl-C
     output.unlink()
     output.touch()
     background.send_signal(number)
     assert background.wait()[0] == 85
-    assert (tmp_path / "saved0").exists()
-    assert (tmp_path / "saved1").exists()
+    assert both_are("saved", tmp_path)
 
 
 LOST_SIGNAL = """
-import sys, weakref
+import os, pathlib, sys, weakref
 from accel_trainer.launch.cli import main
 from accel_trainer.launch import torchrun
 raise_signal = torchrun._raise_signal
@@ -554,6 +588,7 @@ def raise_in_callback(number, frame):
     ref = weakref.ref(owner, lambda _: raise_signal(number, frame))
     del owner
 torchrun._raise_signal = raise_in_callback
+pathlib.Path(__file__).with_name("pid.txt").write_text(str(os.getpid()))
 sys.exit(main())
 """
 
@@ -561,54 +596,13 @@ sys.exit(main())
 def test_a_signal_that_comes_where_python_ignores_errors_is_passed_on(tmp_path: Path) -> None:
     """In a weakref's callback, or a finalizer."""
     words = [sys.executable, write(tmp_path, LOST_SIGNAL, "launcher.py"), "launch", *TWO, write(tmp_path, SIGNALS)]
-    with subprocess.Popen([*words, "save"], cwd=ROOT, stderr=subprocess.PIPE, text=True) as launcher:
-        wait_for(*ready(tmp_path))
-        launcher.send_signal(signal.SIGTERM)
-        _, said = launcher.communicate(timeout=60)
-    assert "Exception ignored in" in said
-    assert launcher.returncode == 85, said
+    with ThreadPoolExecutor(1) as thread:
+        ended = thread.submit(warm.run, [*words, "save"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        wait_until(lambda: both_are("ready", tmp_path), 60)
+        os.kill(int((tmp_path / "pid.txt").read_text()), signal.SIGTERM)
+    assert "Exception ignored in" in ended.result().stderr
+    assert ended.result().returncode == 85, ended.result().stderr
     assert (tmp_path / "saved1").exists()
-
-
-PREEMPTED = """
-import os, signal, sys, time
-from accel_trainer import Accelerator
-accelerator = Accelerator(cpu=True)
-with accelerator.preemptible():
-    for step in range(1000):
-        time.sleep(0.02)
-        if step == 10 and accelerator.process_index == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        if accelerator.should_stop:
-            break
-"""
-
-
-JOBS = {
-    "one fails": ("--num_processes 2", FAILED, ""),
-    "one is stopped": ("--num_processes 2", STOPPED, ""),
-    "one is killed": ("--num_processes 2", KILLED, ""),
-    "one leaves early": ("--num_processes 2", LEAVE_EARLY, ""),
-    "both fail once": ("--num_processes 2 --max_restarts 1", RESTART, ""),
-    "both fail twice": ("--num_processes 2 --max_restarts 1", "import sys; sys.exit(3)", ""),
-    "two of four are lost": ("--num_processes 2:4 --max_restarts 2 --monitor_interval 2", LOST, ""),
-    "others go on": ("--num_processes 3 --on_rank_loss continue", OUTLIVED, "accumulate 0"),
-    "the other replica goes on": (
-        "--num_processes 4 --use_fsdp --parallel_dp_replicate_size 2 --on_rank_loss continue",
-        OUTLIVED,
-        "accumulate 3",
-    ),
-    "the other cannot go on": ("--num_processes 2 --on_rank_loss continue --max_restarts 1", OUTLIVED, "by_hand 1"),
-    "both are asked to end": ("--num_processes 2 --max_restarts 1", PREEMPTED, ""),
-}
-"""Words of the launcher, the script, and its arguments."""
-
-
-def test_r9_workers_that_were_asked_to_end_are_not_started_again(launched: Callable[[str], Launched]) -> None:
-    code, output, *_ = launched("both are asked to end")
-    assert code == 85, output
-    assert output.count("the process ends with exit code 85") == 1  # rank 0 alone logs
-    assert "starting the workers again" not in output
 
 
 TELL_PID = "(folder / ('pid' + os.environ['RANK'])).write_text(str(os.getpid()))\n"
@@ -618,55 +612,25 @@ def test_workers_of_a_killed_launcher_save_and_end(tmp_path: Path, background: B
     # Workers can be ready before their pids have come to who ends them in the place of the launcher, and warm ones are.
     script = f"import os, pathlib, time\ntime.sleep(1)\nfolder = pathlib.Path(__file__).parent\n{TELL_PID}{SIGNALS}"
     background.start(*TWO, write(tmp_path, script), "save", **{COLD: "1"})
-    wait_for(*ready(tmp_path))
+    wait_until(lambda: both_are("ready", tmp_path), 60)
     pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(2)]
     background.send_signal(signal.SIGKILL)
-    wait_for(tmp_path / "saved0", tmp_path / "saved1")
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "a worker outlives its launcher"
-        time.sleep(0.02)
+    wait_until(lambda: both_are("saved", tmp_path), 60)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
     with pytest.raises(RankFailure, match="killed by signal 9"):
         background.wait()
     text = (tmp_path / "output.txt").read_text()
     assert "the launcher was killed; its workers get SIGTERM, and have 120 s to end" in text
 
 
-def test_a_sitecustomize_of_the_user_runs_in_every_rank(tmp_path: Path) -> None:
-    own = write(tmp_path, "import os; os.environ['CUSTOMIZED'] = __file__", "sitecustomize.py")
-    script = write(tmp_path, "import os, sys; sys.stdout.write(os.environ['CUSTOMIZED'] + '\\n')")
-    code, output = launch(tmp_path, *TWO, script, PYTHONPATH=str(tmp_path))
-    assert (code, output.splitlines()) == (0, [own] * 2)
-
-
 def test_a_second_signal_ends_workers_that_do_not_listen(tmp_path: Path, background: Background) -> None:
     background.start(*TWO, write(tmp_path, SIGNALS), "deaf", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="3600")
-    wait_for(*ready(tmp_path))
+    wait_until(lambda: both_are("ready", tmp_path), 60)
     background.send_signal(signal.SIGTERM)
-    wait_for(tmp_path / "saved0", tmp_path / "saved1")
+    wait_until(lambda: both_are("saved", tmp_path), 60)
     background.send_signal(signal.SIGTERM)
     code, output = background.wait()
     assert code == 137, output
-
-
-def run_machine(words: list[str], script: str, output: str) -> int:
-    """Launch on one of two machines: each is a process."""
-    number = os.environ.pop("TEST_MACHINE")
-    return run_command(["launch", *words, "--machine_rank", number, script], f"{output}{number}")
-
-
-def test_two_machines_meet_at_the_address_of_machine_0(tmp_path: Path) -> None:
-    words = f"--cpu --num_processes 2 --num_machines 2 --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
-    script = write(tmp_path, REPORT)
-    outside = dict.fromkeys([*PLACE, "TORCHELASTIC_USE_AGENT_STORE"])
-
-    def environ(number: int) -> dict[str, str | None]:
-        return {**outside, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": None, "TEST_MACHINE": str(number)}
-
-    arguments = (shlex.split(words), script, str(tmp_path / "output"))
-    assert run_ranks(run_machine, 2, *arguments, env=environ, timeout=90) == [0, 0]
-    for rank in ("0", "1"):
-        assert [facts(tmp_path, rank)[name] for name in PLACE] == [rank, "0", "2", "1"]
 
 
 def test_logs_are_kept_in_a_folder_and_shown(tmp_path: Path) -> None:

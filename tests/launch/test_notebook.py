@@ -23,7 +23,7 @@ import torch
 from accel_trainer import Accelerator, debug_launcher, notebook_launcher
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.launch.rendezvous import BoundRendezvous
-from tests.ranks import RankFailure, free_port, preload, run_ranks
+from tests.ranks import RankFailure, free_port, preload, run_ranks, wait_until
 from tests.scenarios import Outcome, Scenarios
 
 preload("accel_trainer.accelerator", "accel_trainer.launch.notebook", "tests.scenarios")
@@ -191,10 +191,10 @@ def interrupted() -> Any:
     marks = [folder() / f"waits{rank}" for rank in range(2)]
 
     def interrupt() -> None:
-        deadline = time.monotonic() + 30
-        while not all(mark.exists() for mark in marks) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            wait_until(lambda: all(mark.exists() for mark in marks))
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
 
     before = state_of_this_process()
     thread = threading.Thread(target=interrupt)
@@ -403,13 +403,8 @@ def test_workers_end_with_a_kernel_that_is_killed(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(run_ranks, launch_sleepers, 1, str(tmp_path), env=ALONE, timeout=90)
         pids = [tmp_path / f"pid{rank}" for rank in range(2)]
-        deadline = time.monotonic() + 60
-        while not all(path.exists() for path in pids):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: all(path.exists() for path in pids), 60)
         os.kill(int((tmp_path / "parent").read_text()), signal.SIGKILL)
-        while any(Path("/proc", path.read_text()).exists() for path in pids):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: not any(Path("/proc", path.read_text()).exists() for path in pids), 60)
         with pytest.raises(RankFailure, match="killed by signal 9"):
             answer.result()

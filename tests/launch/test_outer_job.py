@@ -59,9 +59,12 @@ RAY_TRAIN = {
 def script(tmp_path: Path) -> str:
     path = tmp_path / "train.py"
     path.write_text(
+        "import os\n"
         "from accel_trainer import Accelerator\n"
         "accelerator = Accelerator()\n"
-        "print('rank', accelerator.process_index, 'of', accelerator.num_processes, flush=True)\n"
+        "place = accelerator.process_index, accelerator.num_processes\n"
+        "here = os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE']\n"
+        "print('rank %d of %d, here %s of %s' % (*place, *here), flush=True)\n"
         "accelerator.wait_for_everyone()\n"
     )
     return str(path)
@@ -206,6 +209,7 @@ def test_two_launchers_of_one_job_make_one_group(tmp_path: Path, script: str, ki
     with ThreadPoolExecutor(2) as pool:
         ended = list(pool.map(start, range(2)))
     assert [each.returncode for each in ended] == [0, 0], ended
-    assert [each.stdout.strip() for each in ended] == ["rank 0 of 2", "rank 1 of 2"]
+    here = ["0 of 2", "1 of 2"] if kind == "ranks" else ["0 of 1"] * 2
+    assert [each.stdout.strip() for each in ended] == [f"rank {rank} of 2, here {here[rank]}" for rank in range(2)]
     word = "rank" if kind == "ranks" else "machine"
     assert f"accel-trainer launch: this is {word} 1 of 2" in ended[1].stderr

@@ -26,7 +26,7 @@ from accel_trainer.launch import rendezvous
 from accel_trainer.launch.machine import find_interface
 from tests.launches import launch, run_command
 from tests.ranks import preload, run_ranks
-from tests.warm import COLD
+from tests.warm import ALONE, COLD
 
 preload("accel_trainer.launch.job", "accel_trainer.launch.torchrun", "tests.launches")
 
@@ -112,11 +112,8 @@ if trainer.is_world_process_zero():
     print('ended on', os.environ['WORLD_SIZE'], flush=True)
 """
 
-OUTSIDE = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-    "TORCHELASTIC_USE_AGENT_STORE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",
-)  # fmt: skip
-"""Variables of these tests that are none of a machine's."""
+A_MACHINE = {**ALONE, "NCCL_SOCKET_IFNAME": None, COLD: "1"}
+"""Environment of a launcher on a machine."""
 COMING_AND_GOING = (
     "--rdzv_backend c10d --num_machines 1:2 --num_processes 1:2 --max_restarts 1 --rdzv_conf last_call_timeout=1"
 )
@@ -274,7 +271,7 @@ def run_jobs(folder: str, machines: list[str], jobs: Mapping[str, Job] = JOBS) -
 def ends(machines: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, End]]:
     """How the launchers of each job have ended, by machine."""
     folder = tmp_path_factory.mktemp("jobs")
-    env = {**dict.fromkeys(OUTSIDE), COLD: "1", "HF_HOME": str(folder)}
+    env = {**A_MACHINE, "HF_HOME": str(folder)}
     [results] = run_ranks(run_jobs, 1, str(folder), machines, env=env, timeout=110)
     return dict(results)
 
@@ -351,7 +348,7 @@ def test_a_job_goes_on_with_a_machine_that_comes_and_without_one_that_goes(ends:
 @pytest.mark.cell
 def test_a_trainer_ends_with_the_weights_of_a_run_whose_machines_stay(machines: list[str], tmp_path: Path) -> None:
     job = {"train": Job(TRAIN, COMING_AND_GOING, delays=(0.0, 8.0), killed=1)}
-    env = {**dict.fromkeys(OUTSIDE), COLD: "1", "HF_HOME": str(tmp_path)}
+    env = {**A_MACHINE, "HF_HOME": str(tmp_path)}
     [results] = run_ranks(run_jobs, 1, str(tmp_path), machines, job, env=env, timeout=110)
     here = results["train"][0]
     assert here.code == 0, here.text

@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import reduce
@@ -22,6 +23,7 @@ from typing import Any
 from tests.migration.names import RECORDED, reason_of
 
 DATA = Path(__file__).resolve().parent / "imported_names.json"
+_IMPORT = re.compile(r"^\s*(from accelerate\b|import .*\baccelerate\b)", re.MULTILINE)
 LIBRARIES: dict[str, dict[str, Any]] = json.loads(DATA.read_text()) if DATA.is_file() else {}
 
 
@@ -63,7 +65,7 @@ def names_in(sources: Iterable[str]) -> dict[str, list[str]]:
     """Return the names of accelerate that files import, and what they read of these."""
     imported, used = set(), set()
     for source in sources:
-        if "accelerate" not in source:
+        if not _IMPORT.search(source):
             continue
         tree = ast.parse(source)
         pairs = list(imported_by(tree))

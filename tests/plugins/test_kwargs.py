@@ -26,7 +26,7 @@ from accel_trainer.plugins import (
     ProfileKwargs,
     TorchDynamoPlugin,
 )
-from tests.ranks import RankFailure, preload, run_ranks
+from tests.ranks import preload, run_ranks
 
 preload("accel_trainer.accelerator")
 
@@ -92,10 +92,18 @@ def dtypes(strategy: str | None, **options: Any) -> list[Any]:
     return seen
 
 
-def dtypes_on_ranks() -> list[list[Any]]:
-    return [
-        dtypes(strategy, config={"output_dtype": kind}) for strategy in ("ddp", "fsdp2") for kind in ("auto", "fp32")
-    ]
+def on_ranks() -> tuple[list[list[Any]], torch.dtype]:
+    """Return the dtypes under each strategy, and that of a sharded model's output that is kept as it is."""
+
+    def shard_with(handler: KwargsHandler) -> torch.dtype:
+        accelerator = Accelerator(cpu=True, strategy="fsdp2", mixed_precision="bf16", kwargs_handlers=[handler])
+        return accelerator.prepare(Net())(torch.ones(1, 4)).dtype
+
+    with pytest.raises(ConfigError, match="FSDP2 has no autocast to switch off: it gathers parameters in"):
+        shard_with(AutocastKwargs(enabled=False))
+    ways = [(strategy, kind) for strategy in ("ddp", "fsdp2") for kind in ("auto", "fp32")]
+    seen = [dtypes(strategy, config={"output_dtype": kind}) for strategy, kind in ways]
+    return seen, shard_with(AutocastKwargs(output_dtype="kept"))
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -109,9 +117,10 @@ def test_logits_stay_as_they_are_once_the_model_has_computed_its_loss():
 
 
 @pytest.mark.multirank
-def test_logits_stay_as_they_are_on_several_ranks_too():
-    for seen in run_ranks(dtypes_on_ranks, 2):
+def test_logits_stay_as_they_are_on_ranks_and_a_sharded_model_keeps_its_outputs_and_refuses_to_go_without_autocast():
+    for seen, kept in run_ranks(on_ranks, 2):
         assert seen == [[FP32, BF16, FP32, BF16, FP32, FP32], [FP32] * 6] * 2
+        assert kept is torch.bfloat16
 
 
 def test_an_unknown_output_dtype_is_an_error():
@@ -154,21 +163,6 @@ def test_autocast_takes_other_options_for_one_block():
 def test_a_block_cannot_say_what_models_return():
     with pytest.raises(ConfigError, match="says what prepared models return; pass it to Accelerator"):
         Accelerator(cpu=True).autocast(AutocastKwargs(output_dtype="kept"))
-
-
-def shard_with(*handlers: KwargsHandler) -> torch.dtype:
-    """The dtype of a sharded model's output on 2 ranks, with bf16."""
-    accelerator = Accelerator(cpu=True, strategy="fsdp2", mixed_precision="bf16", kwargs_handlers=handlers)
-    return accelerator.prepare(Net())(torch.ones(1, 4)).dtype
-
-
-def test_a_sharded_model_keeps_its_outputs_on_request():
-    assert run_ranks(shard_with, 2, AutocastKwargs(output_dtype="kept")) == [torch.bfloat16] * 2
-
-
-def test_a_sharded_model_without_autocast_is_refused():
-    with pytest.raises(RankFailure, match="FSDP2 has no autocast to switch off: it gathers parameters in"):
-        run_ranks(shard_with, 2, AutocastKwargs(enabled=False))
 
 
 @torch._dynamo.register_backend(name="accel_trainer_recording")

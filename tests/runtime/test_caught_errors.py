@@ -40,31 +40,21 @@ class Rows(Dataset):
         return torch.full((2,), float(index))
 
 
-def agreed_in_gather() -> tuple[str, float]:
+def gather_misfits() -> None:
     """Gather what does not fit together: every rank raises."""
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(Rows(None), 2))
-    try:
-        for batch in loader:
-            accelerator.gather_for_metrics(batch[:, : 1 + accelerator.process_index])
-    except Exception as error:
-        return type(error).__name__, sum_of_ones()
-    raise AssertionError("nothing was raised")
+    for batch in accelerator.prepare(DataLoader(Rows(None), 2)):
+        accelerator.gather_for_metrics(batch[:, : 1 + accelerator.process_index])
 
 
-def agreed_in_a_read_for_all() -> tuple[str, float]:
+def read_for_all() -> None:
     """Rank 0 reads for all, and cannot."""
     accelerator = Accelerator(config={"use_cpu": True, "data": {"dispatch_batches": True}})
-    loader = accelerator.prepare(DataLoader(Rows(0), 2))
-    try:
-        for batch in loader:
-            accelerator.gather_for_metrics(batch)
-    except Exception as error:
-        return type(error).__name__, sum_of_ones()
-    raise AssertionError("nothing was raised")
+    for batch in accelerator.prepare(DataLoader(Rows(0), 2)):
+        accelerator.gather_for_metrics(batch)
 
 
-def agreed_in_metrics(directory: str) -> tuple[str, float]:
+def compute_metrics(directory: str) -> None:
     """Compute metrics that fail on one rank, in a Trainer's evaluation."""
 
     def fail(prediction: Any) -> Any:
@@ -72,19 +62,25 @@ def agreed_in_metrics(directory: str) -> tuple[str, float]:
             raise ValueError("no metric")
         return {}
 
-    trainer = build_trainer(directory, options={"compute_metrics": fail})
-    try:
-        trainer.evaluate()
-    except Exception as error:
-        return type(error).__name__, sum_of_ones()
-    raise AssertionError("nothing was raised")
+    build_trainer(directory, options={"compute_metrics": fail}).evaluate()
+
+
+def catch_agreed_errors(directory: str) -> list[tuple[str, float]]:
+    """Return the name of each error, and a sum over the ranks behind it."""
+    caught = []
+    for call, args in ((gather_misfits, ()), (read_for_all, ()), (compute_metrics, (directory,))):
+        with pytest.raises(Exception) as error:  # noqa: PT011  its name is returned
+            call(*args)
+        caught.append((error.typename, sum_of_ones()))
+    return caught
 
 
 @pytest.mark.multirank
 def test_after_an_error_that_ranks_agreed_on_the_group_works(tmp_path: Path) -> None:
-    assert run_ranks(agreed_in_gather, 2) == [("DistributedOperationException", 2.0)] * 2
-    assert run_ranks(agreed_in_a_read_for_all, 2) == [("ValueError", 2.0), ("ProcessGroupError", 2.0)]
-    assert run_ranks(agreed_in_metrics, 2, str(tmp_path)) == [("RemoteRankError", 2.0), ("ValueError", 2.0)]
+    of_gather, of_read, of_metrics = zip(*run_ranks(catch_agreed_errors, 2, str(tmp_path)), strict=True)
+    assert of_gather == (("DistributedOperationException", 2.0),) * 2
+    assert of_read == (("ValueError", 2.0), ("ProcessGroupError", 2.0))
+    assert of_metrics == (("RemoteRankError", 2.0), ("ValueError", 2.0))
 
 
 def fail_alone(directory: str) -> list[str]:

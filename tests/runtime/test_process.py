@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -34,12 +34,15 @@ from accel_trainer.runtime.process import (
     select_device,
 )
 from accel_trainer.strategies.parallel.meshes import init_mesh
-from tests.ranks import RankFailure, preload, run_ranks
+from tests.ranks import RankFailure, ask_jobs, preload, run_ranks
+from tests.scenarios import Scenarios
 from tests.warm import ALONE
 
 preload("accel_trainer.accelerator")
 
 ROOT = Path(__file__).resolve().parents[2]
+SCENARIOS = Scenarios(env={"TORCHELASTIC_USE_AGENT_STORE": None})
+"""In the order of a group's life: the first joins it, and the last leaves it."""
 
 # --- which device --------------------------------------------------------------------------------------------------
 
@@ -214,15 +217,6 @@ def test_a_timeout_that_was_asked_for_reaches_a_group_that_exists(
         assert result["threads"] == 3
 
 
-def join_as_group_of_one() -> tuple[Any, ...]:
-    process = init_process(read_environment(), timeout_seconds=9)
-    return process.world_size, process.backend, dist.is_initialized(), process.is_distributed, group_timeout()
-
-
-def test_world_size_one_with_a_rank_is_a_group_of_one():
-    assert run_ranks(join_as_group_of_one, 1) == [(1, "gloo", True, False, 9)]
-
-
 def test_without_a_launcher_there_is_no_group_and_contexts_are_plain_values():
     process = init_process({})
     assert (process.rank, process.world_size, process.backend) == (0, 1, None)
@@ -242,11 +236,12 @@ def arrive_unless(missing: int) -> float | None:
 
 
 @pytest.mark.parametrize("agent_store", ["True", None])
-def test_a_rank_that_never_arrives_is_an_error_after_the_timeout(agent_store: str | None):
-    seconds, _ = run_ranks(arrive_unless, 2, 1, env={"TORCHELASTIC_USE_AGENT_STORE": agent_store})
+def test_a_rank_that_never_arrives_is_an_error_after_the_timeout(waited: Callable[[Any], Any], agent_store: str | None):
+    seconds, _ = waited(agent_store)
     assert 0.9 < seconds < 20
 
 
+@SCENARIOS.add
 def when_connected_and_joined() -> tuple[float, float]:
     connect, connected = dist.init_process_group, 0.0
 
@@ -263,9 +258,19 @@ def when_connected_and_joined() -> tuple[float, float]:
 
 def test_no_rank_has_joined_before_all_are_connected():
     """Or one whose work is done at once would end, and those that still connect would fail."""
-    (_, joined), (connected, _) = run_ranks(when_connected_and_joined, 2)
+    (_, joined), (connected, _) = SCENARIOS.results("when_connected_and_joined")
 
     assert joined >= connected
+
+
+def join_and_leave() -> None:
+    for _ in range(30):
+        init_process(read_environment(), use_cpu=True)
+        dist.destroy_process_group()
+
+
+def test_one_group_after_the_other_meets_in_the_store_of_an_agent():
+    run_ranks(join_and_leave, 2)
 
 
 def join_one_that_leaves() -> None:
@@ -295,16 +300,29 @@ def wait_for_a_rank_that_stays_away() -> float:
     return time.monotonic() - begin
 
 
-def test_a_collective_on_the_cpu_waits_no_longer_than_the_timeout():
-    assert run_ranks(wait_for_a_rank_that_stays_away, 2)[0] < 20
+def test_a_collective_on_the_cpu_waits_no_longer_than_the_timeout(waited: Callable[[Any], Any]):
+    assert waited("a collective")[0] < 20
 
 
+@pytest.fixture(scope="module")
+def waited() -> Callable[[Any], Any]:
+    """Run the jobs that wait for a timeout at once; return what gives the results of one."""
+
+    def run(name: str | None) -> list[Any]:
+        if name == "a collective":
+            return run_ranks(wait_for_a_rank_that_stays_away, 2)
+        return run_ranks(arrive_unless, 2, 1, env={"TORCHELASTIC_USE_AGENT_STORE": name})
+
+    return ask_jobs(run, ["True", None, "a collective"])
+
+
+@SCENARIOS.add
 def name_of_job() -> str:
     return find_attempt(read_environment())[1]
 
 
 def test_ranks_of_a_launcher_are_one_job_and_processes_of_a_shell_are_several():
-    first, second = run_ranks(name_of_job, 2)
+    first, second = SCENARIOS.results("name_of_job")
     assert first == second
     assert run_ranks(name_of_job, 1, env=ALONE) != run_ranks(name_of_job, 1, env=ALONE)
 
@@ -322,9 +340,10 @@ def leaving() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("environ", [{"PMI_RANK": "0", "PMI_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}])
-def test_a_job_of_one_process_needs_no_address(environ: dict[str, str], leaving: None):
-    process = init_process(environ, use_cpu=True)
+def test_a_job_of_one_process_is_a_group_of_one_and_needs_no_address(environ: dict[str, str], leaving: None):
+    process = init_process(environ, use_cpu=True, timeout_seconds=9)
     assert (process.rank, process.world_size, process.backend) == (0, 1, "gloo")
+    assert (dist.is_initialized(), process.is_distributed, group_timeout()) == (True, False, 9)
 
 
 def test_an_address_may_be_one_of_ipv6(leaving: None):
@@ -347,6 +366,7 @@ def test_the_backend_is_the_one_that_carries_the_devices_tensors():
     assert run_ranks(ask_for_both_kinds, 1) == [("gloo", "cpu:gloo,cuda:gloo")]
 
 
+@SCENARIOS.add
 def ask_for_backends() -> list[str]:
     """Make Accelerators that ask for backends in a job that has joined with gloo."""
     answers = []
@@ -355,12 +375,11 @@ def ask_for_backends() -> list[str]:
             answers.append(Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=backend)]).backend)
         except ConfigError as error:
             answers.append(str(error))
-    dist.barrier()  # a rank that is gone early closes connections that the other still makes
     return answers
 
 
 def test_another_backend_than_that_of_the_group_is_refused():
-    for *taken, nccl, mpi in run_ranks(ask_for_backends, 2):
+    for *taken, nccl, mpi in SCENARIOS.results("ask_for_backends"):
         assert taken == ["gloo"] * 3
         assert nccl.startswith("backend='nccl' was asked for, and this process has joined a group with backend 'cpu:gl")
         assert mpi.endswith(
@@ -409,6 +428,28 @@ def test_a_script_that_just_ends_leaves_the_group_without_a_warning(tmp_path: Pa
     assert errors.read_text() == ""
 
 
+@SCENARIOS.add
+def listening_addresses() -> set[str]:
+    """Return the addresses, in hexadecimal, at which this process listens."""
+    process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
+    gather_object(process.rank, process)
+    inodes = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(link))
+    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_r17_ranks_that_meet_by_loopback_listen_to_no_network():
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    for seen in SCENARIOS.results("listening_addresses"):
+        assert seen <= loopback
+
+
+@SCENARIOS.add
 def threads_of_the_group() -> tuple[int, int]:
     """Import what keeps the group while there is one; return how many threads it has, and how many when it is left."""
     import importlib
@@ -429,7 +470,7 @@ def threads_of_the_group() -> tuple[int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
 def test_a_group_that_is_left_is_closed_whoever_has_it_for_a_default():
-    for before, after in run_ranks(threads_of_the_group, 2):
+    for before, after in SCENARIOS.results("threads_of_the_group"):
         assert before > 0
         assert after == 0
 
@@ -441,23 +482,3 @@ def test_a_script_that_fails_does_not_wait_for_the_others(error: Exception | Non
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     process_module._leave_at_exit()
     assert bool(left) == (error is None)
-
-
-def listening_addresses() -> set[str]:
-    """Return the addresses, in hexadecimal, at which this process listens."""
-    process = init_process(read_environment(), use_cpu=True, timeout_seconds=30)
-    gather_object(process.rank, process)
-    inodes = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(link))
-    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table]
-    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_r17_ranks_that_meet_by_loopback_listen_to_no_network():
-    loopback = {"0100007F", "00000000000000000000000001000000"}
-    for seen in run_ranks(listening_addresses, 2, env={"TORCHELASTIC_USE_AGENT_STORE": None}):
-        assert seen <= loopback

@@ -83,21 +83,23 @@ def native_loop(strategy: str, directory: str, options: dict[str, Any]) -> None:
 def failures_of(
     function: Callable[..., Any], *args: Any, text: str = "", world_size: int = 2, **options: Any
 ) -> dict[int, str]:
-    with pytest.raises(RankFailure) as failed:
+    try:
         run_ranks(function, world_size, *args, env=fault_env(text), **{"timeout": 40, **options})
-    return failed.value.failures
+    except RankFailure as failed:
+        return failed.failures
+    return {}
 
 
 @pytest.fixture(scope="module")
 def waited(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[int, str], Path]]:
-    """Run jobs that wait for most of their time, five at once; return of each its failures and its folder."""
+    """Run jobs that wait for most of their time, six at once; return of each its failures and its folder."""
     folders = {name: tmp_path_factory.mktemp("waited") for name in WAITING}
 
     def run(name: str) -> tuple[dict[int, str], Path]:
         function, *args, options = WAITING[name]
         return failures_of(function, str(folders[name]), *args, **options), folders[name]
 
-    return ask_jobs(run, WAITING, at_once=5)
+    return ask_jobs(run, WAITING, at_once=6)
 
 
 # Of the matrix that `make test-faults` runs: each fault, and each place.
@@ -244,11 +246,13 @@ def test_r10_ranks_that_do_not_move_end_although_nobody_reads_their_output(waite
     assert failures == {rank: f"rank {rank} died without an answer: exit code 75" for rank in range(2)}
 
 
-def test_r10_a_first_step_that_takes_longer_than_others_may_is_no_hang(tmp_path):
-    env = fault_env("sleep@train.forward:rank=1:step=0:seconds=2")
-    options = {"hang": {"step_seconds": 0.5, "user_seconds": 0.5, "startup_seconds": 60.0}}
+def begin_slowly(directory: str) -> None:
+    hang = {"step_seconds": 0.5, "user_seconds": 0.5, "startup_seconds": 60.0}
+    as_script(native_loop, "ddp", directory, {"hang": hang})
 
-    assert run_ranks(as_script, 2, native_loop, "ddp", str(tmp_path), options, env=env) == [None, None]
+
+def test_r10_a_first_step_that_takes_longer_than_others_may_is_no_hang(waited):
+    assert waited("slow at first")[0] == {}
 
 
 class WordlessError(Exception):
@@ -316,28 +320,6 @@ def wait_for_the_device(directory: str, begins: bool) -> None:
     time.sleep(5)
 
 
-_STILL = {1: "stop", 2: "gil", 3: "sleep"}
-WAITING: dict[str, Any] = {
-    "late": (come_late, {"text": "sleep@data.next:rank=1:step=1:seconds=4"}),
-    "still": (
-        hanging_script,
-        {
-            "text": "; ".join(f"{kind}@data.next:rank={rank}:step=1:seconds=20" for rank, kind in _STILL.items()),
-            "world_size": 4,
-        },
-    ),
-    "stopped": (stop_one, {"timeout": 60, "grace_seconds": 1.0}),
-    "unread": (hanging_unread, {"text": "sleep@data.next:rank=1:step=1:seconds=30"}),
-    "told": (fail_and_linger, False, {}),
-    "gone on": (fail_and_linger, True, {}),
-    "gone on, the first to end": (fail_and_linger, True, True, {}),
-    "alive": (stay_alive, {}),
-    "device": (wait_for_the_device, True, {}),
-    "computing": (wait_for_the_device, False, {}),
-}
-"""Jobs that fail: the function, what it is called with behind a folder of its own, and how it is run."""
-
-
 @pytest.mark.parametrize(
     ("name", "where"), [("alive", "barrier"), ("device", "a collective of its device")], ids=["barrier", "device"]
 )
@@ -358,7 +340,7 @@ def test_a_rank_that_computes_while_another_has_failed_is_left_alone(waited):
     assert "nobody has ended this rank: None" in waited("computing")[0][0]
 
 
-def watch_a_pause() -> list[str]:
+def watch_a_pause(directory: str) -> None:
     """Compute for longer than a step may take, on both ranks: nobody waits for anybody."""
     warnings: list[str] = []
     handler = logging.Handler()
@@ -373,58 +355,11 @@ def watch_a_pause() -> list[str]:
     accelerator.end_training()
     assert "rank-watch" in threads
     assert "rank-watch" not in [thread.name for thread in threading.enumerate()]
-    return warnings
+    assert warnings == []
 
 
-def test_ranks_that_all_compute_are_no_hang_and_the_thread_goes_with_the_group():
-    assert run_ranks(watch_a_pause, 2) == [[], []]
-
-
-def skip_one(kind: str, debug: bool) -> list[str]:
-    """Gather twice in each update; rank 1 leaves one out. Go on once the ranks have been told."""
-    accelerator = Accelerator(config={"use_cpu": True, "debug": debug})
-    model = nn.Linear(1, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    told, number = [], torch.tensor([10.0 * (accelerator.process_index + 1)])
-    try:
-        for update in range(40):
-            optimizer.step()
-            if not (update == 3 and accelerator.process_index == 1):
-                accelerator.gather(number.repeat(3 if kind == "shape" else 1))
-            accelerator.reduce(number) if kind == "operation" else accelerator.gather(number)
-    except ProcessGroupError as error:
-        told = [type(error).__name__, str(error)]
-    PROGRESS.updates = 0
-    assert accelerator.reduce(number).item() == 30  # the group has stayed in step
-    return told
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (
-            "same",
-            r"do not agree on the operation: rank 0 calls gather in update 4, skip_one \(.*:\d+\); rank 1 calls gather "
-            r"in update 5, skip_one \(.*:\d+\)\. Nothing was sent",
-        ),
-        ("operation", r"rank 0 calls gather in update 4, .*; rank 1 calls reduce\(sum\) in update 4, "),
-        ("shape", r"do not agree on leaf 0 of gather: rank 0 has float32 \(3,\), rank 1 has float32 \(1,\)"),
-    ],
-)
-def test_r11_debug_names_a_collective_that_a_rank_leaves_out_before_data_moves(kind: str, message: str):
-    for name, text in run_ranks(skip_one, 2, kind, True):
-        assert name == ("DistributedOperationException" if kind == "shape" else "DesyncError")
-        assert re.search(message, text), text
-
-
-def test_r11_a_collective_left_out_that_gives_wrong_numbers_is_found_without_debug():
-    for name, text in run_ranks(skip_one, 2, "same", False):
-        assert name == "DesyncError"
-        assert re.search(
-            r"called different collectives: call 8 was gather float32 \(1,\) in update 4 on rank 0, and gather float32 "
-            r"\(1,\) in update 5 on rank 1\. .*debug=True",
-            text,
-        ), text
+def test_ranks_that_all_compute_are_no_hang_and_the_thread_goes_with_the_group(waited):
+    assert waited("all compute")[0] == {}
 
 
 def gather_on_one() -> None:
@@ -438,8 +373,84 @@ def gather_on_one() -> None:
     accelerator.backward(model(torch.ones(1, 1)).sum())
 
 
-def test_r11_debug_names_a_collective_that_meets_one_of_torch():
-    failures = failures_of(as_script, gather_on_one)
+def run_gather_on_one(directory: str) -> None:
+    as_script(gather_on_one)
+
+
+_STILL = {1: "stop", 2: "gil", 3: "sleep"}
+WAITING: dict[str, Any] = {
+    "late": (come_late, {"text": "sleep@data.next:rank=1:step=1:seconds=4"}),
+    "still": (
+        hanging_script,
+        {
+            "text": "; ".join(f"{kind}@data.next:rank={rank}:step=1:seconds=20" for rank, kind in _STILL.items()),
+            "world_size": 4,
+        },
+    ),
+    "stopped": (stop_one, {"timeout": 60, "grace_seconds": 1.0}),
+    "unread": (hanging_unread, {"text": "sleep@data.next:rank=1:step=1:seconds=30"}),
+    "told": (fail_and_linger, False, {}),
+    "gone on": (fail_and_linger, True, {}),
+    "gone on, the first to end": (fail_and_linger, True, True, {}),
+    "alive": (stay_alive, {}),
+    "device": (wait_for_the_device, True, {}),
+    "computing": (wait_for_the_device, False, {}),
+    "slow at first": (begin_slowly, {"text": "sleep@train.forward:rank=1:step=0:seconds=2"}),
+    "all compute": (watch_a_pause, {}),
+    "one gathers": (run_gather_on_one, {}),
+}
+"""The function, what it is called with behind a folder of its own, and how it is run."""
+
+
+def skip_one(debug: bool, *kinds: str) -> dict[str, list[str]]:
+    """Gather twice in each update; rank 1 leaves one out. Go on once the ranks have been told."""
+    accelerator = Accelerator(config={"use_cpu": True, "debug": debug})
+    model = nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    told, number = {}, torch.tensor([10.0 * (accelerator.process_index + 1)])
+    for kind in kinds:
+        try:
+            for update in range(40):
+                optimizer.step()
+                if not (update == 3 and accelerator.process_index == 1):
+                    accelerator.gather(number.repeat(3 if kind == "shape" else 1))
+                accelerator.reduce(number) if kind == "operation" else accelerator.gather(number)
+        except ProcessGroupError as error:
+            told[kind] = [type(error).__name__, str(error)]
+        PROGRESS.updates = 0
+        assert accelerator.reduce(number).item() == 30  # the group has stayed in step
+    return told
+
+
+LEFT_OUT = {
+    "same": r"do not agree on the operation: rank 0 calls gather in update 4, skip_one \(.*:\d+\); rank 1 calls gather "
+    r"in update 5, skip_one \(.*:\d+\)\. Nothing was sent",
+    "operation": r"rank 0 calls gather in update 4, .*; rank 1 calls reduce\(sum\) in update 4, ",
+    "shape": r"do not agree on leaf 0 of gather: rank 0 has float32 \(3,\), rank 1 has float32 \(1,\)",
+}
+
+
+def test_r11_debug_names_a_collective_that_a_rank_leaves_out_before_data_moves():
+    for told in run_ranks(skip_one, 2, True, *LEFT_OUT):
+        for kind, message in LEFT_OUT.items():
+            name, text = told[kind]
+            assert name == ("DistributedOperationException" if kind == "shape" else "DesyncError")
+            assert re.search(message, text), text
+
+
+def test_r11_a_collective_left_out_that_gives_wrong_numbers_is_found_without_debug():
+    for told in run_ranks(skip_one, 2, False, "same"):
+        name, text = told["same"]
+        assert name == "DesyncError"
+        assert re.search(
+            r"called different collectives: call 8 was gather float32 \(1,\) in update 4 on rank 0, and gather float32 "
+            r"\(1,\) in update 5 on rank 1\. .*debug=True",
+            text,
+        ), text
+
+
+def test_r11_debug_names_a_collective_that_meets_one_of_torch(waited):
+    failures, _ = waited("one gathers")
 
     assert re.search(
         r"DesyncError: rank 0 is about to call gather in update 0, gather_on_one \(.*:\d+\), and rank 1 waits for it "

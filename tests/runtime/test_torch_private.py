@@ -79,6 +79,10 @@ def test_a_private_name_is_still_there(path: str) -> None:
         resolve(path)
 
 
+def is_name(node: ast.AST, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
 def private_names_of_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -86,11 +90,11 @@ def private_names_of_torch(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 if "._" in f"{node.module}.{alias.name}":
                     yield node.lineno, f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Attribute) and node.attr in TORCHS_OWN:
-            if ast.unparse(node.value) not in ("self", "cls"):
+            if not is_name(node.value, "self", "cls"):
                 yield node.lineno, ast.unparse(node)
         elif isinstance(node, ast.keyword) and node.arg in NAMED:
             yield node.value.lineno, f"{node.arg}="
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and is_name(node.func, "getattr", "hasattr", "setattr"):
             names = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
             yield from ((node.lineno, ast.unparse(node)) for name in names if name in TORCHS_OWN)
 

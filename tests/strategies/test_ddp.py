@@ -120,29 +120,6 @@ def test_one_process_without_a_group_trains_alone():
 
 
 @SCENARIOS.add
-def exchanged() -> Any:
-    model = build()
-    unit = prepare(model, sgd(model))
-    unit.backward(unit.model(own_rows()))
-    whole = gradients(model)
-    unit.zero_grad()
-    unit.set_gradient_sync(False)
-    unit.backward(unit.model(own_rows(4)) / 2)
-    own = gradients(model)
-    unit.set_gradient_sync(True)
-    unit.backward(unit.model(batch().chunk(4)[2 + dist.get_rank()]) / 2)
-    return whole, own, gradients(model)
-
-
-def test_gradients_are_averaged_over_the_ranks_and_over_a_window():
-    first, second = results("exchanged")
-    for whole, _, window in (first, second):
-        assert_gradients_of_the_whole_batch(whole)
-        assert_gradients_of_the_whole_batch(window)
-    assert not torch.equal(first[1][0], second[1][0])
-
-
-@SCENARIOS.add
 def bf16() -> Any:
     class Typed(Net):
         def forward(self, x: Tensor, use_extra: bool = True) -> Tensor:

@@ -121,19 +121,6 @@ def test_state_from_before_prepare_comes_to_where_the_parameters_are(fused: bool
     assert {t.device.type for t in leaves(lbfgs.state[moved[0]]) if isinstance(t, Tensor)} == {"meta"}
 
 
-def test_a_step_is_a_plain_step():
-    model = Net()
-    unit = prepare(model, sgd(model))
-    unit.set_gradient_sync(True)
-    unit.backward(unit.model(batch()))
-    norm = unit.clip_grad_norm(model.parameters(), 0.01)
-    assert norm is not None
-    assert unit.step().applied
-    unit.zero_grad()
-    assert_equal(model, step_alone(Net(), 0.01))
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_a_closure_is_called():
     model = Net()
     unit = prepare(model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2))

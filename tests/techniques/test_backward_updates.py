@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from accel_trainer.errors import ConfigError, NonFiniteError
 from accel_trainer.techniques.muon import Muon
 from tests.loops import tiny_model
 from tests.ranks import preload, run_ranks
+from tests.scenarios import refused
 from tests.trainer_jobs import build_trainer, on_ranks, weights_of
 
-UPDATES, SAVED = 4, 2
+UPDATES, SAVED = 3, 2
 ON = {"optimizer_in_backward": True}
 LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {"strategy": "fsdp2"}, "tp": {"parallel": {"tp_size": 2}}}
 preload("transformers.models.llama.modeling_llama")
@@ -75,7 +77,8 @@ def train(options: dict[str, Any], folder: str) -> tuple[State, State, int, Stat
 
 
 def train_all(folder: str) -> dict[str, Any]:
-    return {layout: train(options, f"{folder}/{layout}") for layout, options in LAYOUTS.items()}
+    found = {layout: train(options, f"{folder}/{layout}") for layout, options in LAYOUTS.items()}
+    return found | {"refused": refused_on_ranks()}
 
 
 def same(found: State, expected: State) -> None:
@@ -190,17 +193,20 @@ def test_a_number_of_micro_batches_is_refused_later_too():
         accelerator.gradient_accumulation_steps = 2
 
 
-def refused_on_ranks() -> None:
+def refused_on_ranks() -> list[str]:
     model = nn.Linear(4, 4, bias=False)
-    with pytest.raises(ConfigError, match=r"optimizer_in_backward=true .*strategy 'ddp', which keeps .*use strategy"):
-        Accelerator(cpu=True, config=ON).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match=r"Muon cannot train with strategy 'fsdp2': its exchanges would come between"):
-        Accelerator(cpu=True, config=ON | {"strategy": "fsdp2"}).prepare(model, Muon(model.parameters()))
+    sgd, muon = torch.optim.SGD(model.parameters(), lr=0.1), Muon(model.parameters())
+    return [
+        refused(lambda: Accelerator(cpu=True, config=ON).prepare(model, sgd)),
+        refused(lambda: Accelerator(cpu=True, config=ON | {"strategy": "fsdp2"}).prepare(model, muon)),
+    ]
 
 
 @pytest.mark.multirank
-def test_what_exchanges_or_holds_gradients_is_refused_on_ranks():
-    run_ranks(refused_on_ranks, 2, timeout=100)
+def test_what_exchanges_or_holds_gradients_is_refused_on_ranks(runs):
+    of_ddp, of_muon = runs["refused"]
+    assert re.search(r"optimizer_in_backward=true .*strategy 'ddp', which keeps .*use strategy", of_ddp)
+    assert "Muon cannot train with strategy 'fsdp2': its exchanges would come between" in of_muon
 
 
 def run(folder: str, *, strategy: str, resume: str | None = None, **changes: Any) -> Any:
@@ -212,14 +218,21 @@ def run(folder: str, *, strategy: str, resume: str | None = None, **changes: Any
     return [log["loss"] for log in logs if "loss" in log], weights, any("grad_norm" in log for log in logs)
 
 
+def run_thrice(folder: str, *, strategy: str) -> list[Any]:
+    """Return what a run with the option, one without it, and one that goes on within the first end with."""
+    return [
+        run(f"{folder}/on", strategy=strategy, **ON),
+        run(f"{folder}/off", strategy=strategy),
+        run(f"{folder}/again", strategy=strategy, resume=f"{folder}/on/checkpoint-2", **ON),
+    ]
+
+
 @pytest.mark.multirank
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_a_trainer_trains_and_resumes_as_without(strategy, tmp_path):
-    losses, weights, has_norms = on_ranks(strategy, run, str(tmp_path / "on"), **ON)[0]
-    plain = on_ranks(strategy, run, str(tmp_path / "off"))[0]
+    (losses, weights, has_norms), plain, again = on_ranks(strategy, run_thrice, str(tmp_path))[0]
     assert (losses, has_norms) == (plain[0], False)
     same(weights, plain[1])
-    again = on_ranks(strategy, run, str(tmp_path / "again"), resume=str(tmp_path / "on" / "checkpoint-2"), **ON)[0]
     assert again[0] == losses
     same(again[1], weights)
 

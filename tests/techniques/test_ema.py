@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.techniques.ema import AveragedWeights
 from tests.loops import tiny_model
 from tests.ranks import preload, run_ranks
-from tests.strategy_configs import HAS_DEEPSPEED, config_of
+from tests.scenarios import refused
+from tests.strategy_configs import HAS_DEEPSPEED, config_of, needs_deepspeed
 
-DECAY, UPDATES, SAVED = 0.9, 5, 3
+DECAY, UPDATES, SAVED = 0.9, 3, 2
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "fsdp2": {"strategy": "fsdp2"},
@@ -84,9 +86,9 @@ class Loop:
             return self.accelerator.get_state_dict(self.model)
 
 
-def train(layout: str, folder: str) -> dict[str, Any]:
+def train(options: dict[str, Any], folder: str) -> dict[str, Any]:
     """Return what a run ends with, and one that is resumed after `SAVED` updates."""
-    loop = Loop(LAYOUTS.get(layout, {"strategy": layout}))
+    loop = Loop(options)
     losses = loop.train(0, SAVED)
     loop.accelerator.save_state(f"{folder}/state")
     losses += loop.train(SAVED, UPDATES)
@@ -94,7 +96,7 @@ def train(layout: str, folder: str) -> dict[str, Any]:
     loop.accelerator.save_model(loop.model, f"{folder}/averaged", averaged=True)
     averages, weights = loop.averages(), loop.accelerator.get_state_dict(loop.model)
     loop.accelerator.free_memory()
-    again = Loop(LAYOUTS.get(layout, {"strategy": layout}))
+    again = Loop(options)
     again.accelerator.load_state(f"{folder}/state")
     return {
         "losses": losses,
@@ -105,16 +107,16 @@ def train(layout: str, folder: str) -> dict[str, Any]:
     }
 
 
-def train_all(folder: str) -> dict[str, dict[str, Any]]:
-    return {layout: train(layout, f"{folder}/{layout}") for layout in LAYOUTS}
-
-
-HSDP: dict[str, Any] = {"strategy": "fsdp2", "fsdp": {"replicate_size": 2}}
+def train_all(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {layout: train(options, f"{folder}/{layout}") for layout, options in LAYOUTS.items()}
+    if HAS_DEEPSPEED:
+        found["16 bits"] = train_16_bits()
+        found["stage 3"] = refused(lambda: Loop(config_of("zero3", 2)))
+    return found
 
 
 def train_hybrid(folder: str) -> dict[str, Any]:
-    LAYOUTS["hsdp"] = HSDP
-    return train("hsdp", folder)
+    return train({"strategy": "fsdp2", "fsdp": {"replicate_size": 2}}, folder)
 
 
 def train_16_bits() -> list[State]:
@@ -134,12 +136,6 @@ def train_16_bits() -> list[State]:
     return found
 
 
-def resume_alone(folder: str) -> tuple[State, list[float]]:
-    loop = Loop({"strategy": "single"})
-    loop.accelerator.load_state(f"{folder}/state")
-    return copied(loop.averages()), loop.train(SAVED, UPDATES)
-
-
 @pytest.fixture(scope="module")
 def reference() -> tuple[State, State, list[float]]:
     torch.set_num_threads(1)
@@ -155,7 +151,7 @@ def same(found: State, expected: State, bound: float) -> None:
 
 def test_one_process_is_torchs_averaged_model_bit_for_bit(reference, tmp_path):
     torch.set_num_threads(1)
-    found = train("single", str(tmp_path))
+    found = train({"strategy": "single"}, str(tmp_path))
     same(found["weights"], reference[0], 0)
     same(found["averages"], reference[1], 0)
     assert found["losses"] == pytest.approx(reference[2], abs=1e-6)
@@ -164,7 +160,7 @@ def test_one_process_is_torchs_averaged_model_bit_for_bit(reference, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[Path, dict[str, dict[str, Any]]]:
+def runs(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("averages")
     return folder, run_ranks(train_all, 2, str(folder), timeout=200)[0]
 
@@ -182,6 +178,7 @@ def test_ranks_average_what_one_process_does_and_go_on_bit_for_bit(layout, refer
     same(found["resumed"], found["averages"], 0)
 
 
+@pytest.mark.cell  # each rank averages what it holds, in whichever layout
 @pytest.mark.multirank
 def test_replicas_of_shards_average_alike(reference, tmp_path):
     found = run_ranks(train_hybrid, 4, str(tmp_path), timeout=200)[0]
@@ -192,9 +189,10 @@ def test_replicas_of_shards_average_alike(reference, tmp_path):
 @pytest.mark.multirank
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name in ("fsdp2", "zero2")])
 def test_another_number_of_ranks_reads_them(layout, reference, runs):
-    resumed, losses = run_ranks(resume_alone, 1, str(runs[0] / layout))[0]
-    assert losses == pytest.approx(reference[2][SAVED:], abs=1e-5)
-    assert resumed.keys() == reference[1].keys()
+    loop = Loop({"strategy": "single"})
+    loop.accelerator.load_state(runs[0] / layout / "state")
+    assert loop.averages().keys() == reference[1].keys()
+    assert loop.train(SAVED, UPDATES) == pytest.approx(reference[2][SAVED:], abs=1e-5)
 
 
 def test_averages_of_16_bits_are_fp32_and_the_weights_come_back(tmp_path):
@@ -295,22 +293,19 @@ class ScheduleFree(torch.optim.SGD):
     def train(self) -> None: ...
 
 
-def test_a_schedule_free_optimizer_is_refused():
-    model = nn.Linear(2, 1)
-    accelerator = Accelerator(cpu=True, config={"ema_decay": 0.5})
-    with pytest.raises(ConfigError, match=r"ema_decay=0\.5 .*with ScheduleFree, which puts averages of its own"):
-        accelerator.prepare(model, ScheduleFree(model.parameters(), lr=0.1))
-
-
 class LayerWise(torch.optim.SGD):
     optimizer_dict: Any = None
 
 
-def test_an_optimizer_without_updates_of_its_own_is_refused():
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(ScheduleFree, "which puts averages of its own"), (LayerWise, "which updates parameter by parameter")],
+)
+def test_optimizers_with_averages_or_without_updates_of_their_own_are_refused(kind, reason):
     model = nn.Linear(2, 1)
     accelerator = Accelerator(cpu=True, config={"ema_decay": 0.5})
-    with pytest.raises(ConfigError, match=r"ema_decay=0\.5 .*with LayerWise, which updates parameter by parameter"):
-        accelerator.prepare(model, LayerWise(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match=rf"ema_decay=0\.5 .*with {kind.__name__}, {reason}"):
+        accelerator.prepare(model, kind(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize(
@@ -326,19 +321,15 @@ def test_a_decay_that_cannot_be_is_refused(options, message):
 
 
 @pytest.mark.multirank
-@pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
-def test_an_evaluation_leaves_the_engines_fp32_weights_alone():
-    evaluated, alone = run_ranks(train_16_bits, 2, timeout=100)[0]
+@needs_deepspeed
+def test_an_evaluation_leaves_the_engines_fp32_weights_alone(runs):
+    evaluated, alone = runs[1]["16 bits"]
     assert evaluated["lm_head.weight"].dtype == torch.float32
     same(evaluated, alone, 0)
 
 
-def stage_three() -> None:
-    with pytest.raises(ConfigError, match=r"ema_decay=0\.9 .*with stage 3 of ZeRO.*use stage 2, or strategy 'fsdp2'"):
-        Loop(config_of("zero3", 2))
-
-
 @pytest.mark.multirank
-@pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
-def test_stage_three_of_zero_is_refused():
-    run_ranks(stage_three, 1, timeout=100)
+@needs_deepspeed
+def test_stage_three_of_zero_is_refused(runs):
+    message = r"ema_decay=0\.9 .*with stage 3 of ZeRO.*use stage 2, or strategy 'fsdp2'"
+    assert re.search(message, runs[1]["stage 3"])

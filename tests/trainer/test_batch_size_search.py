@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from accel_trainer.errors import ConfigError
 from tests.cells import beyond, crossed, selected
 from tests.ranks import RankFailure, run_ranks
-from tests.trainer_jobs import build_model, build_trainer, on_ranks, summary
+from tests.trainer_jobs import build_model, build_trainer, summary
 
 
 def limited(trainer: Any, limit: int) -> None:
@@ -28,17 +28,21 @@ def limited(trainer: Any, limit: int) -> None:
     trainer.training_step = training_step
 
 
-def test_training_starts_again_with_a_batch_that_fits(tmp_path):
-    trainer = build_trainer(
-        tmp_path, auto_find_batch_size=True, per_device_train_batch_size=16, samples=28, save_strategy="epoch"
-    )
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Has trained in batches of 8, since there is memory for 14 rows and none for the 16 of an update."""
+    folder = tmp_path_factory.mktemp("found")
+    trainer = build_trainer(folder, save_strategy="steps", save_steps=1, **OF_SIXTEEN)
     limited(trainer, 14)
-
     trainer.train()
+    return trainer
 
-    reference = build_trainer(
-        tmp_path / "reference", per_device_train_batch_size=8, gradient_accumulation_steps=2, samples=28
-    )
+
+OF_SIXTEEN: dict[str, Any] = {"auto_find_batch_size": True, "per_device_train_batch_size": 16, "samples": 28}
+
+
+def test_training_starts_again_with_a_batch_that_fits(tmp_path, trainer):
+    reference = build_trainer(tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=2, samples=28)
     reference.train()
     assert trainer.state.train_batch_size == 8
     assert summary(trainer)["losses"] == summary(reference)["losses"]
@@ -48,43 +52,35 @@ def test_training_starts_again_with_a_batch_that_fits(tmp_path):
 
 
 def test_as_upstream_an_update_becomes_smaller_by_nine_tenths(tmp_path):
-    options: dict[str, Any] = {"compat": "transformers", "samples": 28}
-    trainer = build_trainer(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=16, **options)
+    trainer = build_trainer(tmp_path, compat="transformers", **OF_SIXTEEN)
     limited(trainer, 14)
     trainer.train()
-    reference = build_trainer(tmp_path / "reference", per_device_train_batch_size=14, **options)
+    reference = build_trainer(tmp_path / "reference", compat="transformers", per_device_train_batch_size=14, samples=28)
     reference.train()
     assert trainer.state.train_batch_size == 14
     assert summary(trainer)["losses"] == summary(reference)["losses"]
 
 
-def begin_with_plan(folder: str, *, strategy: str, sizes: tuple[int, int]) -> tuple[list[int], Any]:
-    """Search where each rank has the memory of so many rows; return the sizes that are tried, and a run's summary."""
+def begin_with_plan(folder: str, strategy: str, sizes: tuple[int, int]) -> tuple[list[int], Any, Any]:
+    """Search where each rank has the memory of so many rows; return sizes that are tried, losses, and those wanted."""
     from accel_trainer.contrib.preflight import plan_training
 
+    reference = build_trainer(folder, strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    reference.train()
     trainer = build_trainer(folder, strategy=strategy, auto_find_batch_size=True, per_device_train_batch_size=8)
     planned = plan_training(trainer)
     own = sizes[trainer.args.process_index]
     trainer.args.preflight_memory = f"{int(1.05 * planned.replan(own).peak) + 1}B"
     tried = limit_one_rank(trainer, "forward")
     trainer.train()
-    return tried, summary(trainer)
+    return tried, summary(trainer)["losses"], summary(reference)["losses"]
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_a_search_begins_with_what_is_planned_to_fit_on_every_rank(tmp_path, strategy: str):
-    sizes = (2, 8) if strategy == "single" else (4, 2)
-    found = on_ranks(strategy, begin_with_plan, str(tmp_path / "found"), sizes=sizes)
-    expected = on_ranks(strategy, same_update, str(tmp_path / "reference"))
-    for (tried, own), reference in zip(found, expected, strict=True):
+def test_a_search_begins_with_what_is_planned_to_fit_on_every_rank(tmp_path, on_two):
+    alone = begin_with_plan(str(tmp_path), "single", (2, 8))
+    for tried, losses, reference in (alone, *(found["planned"] for found in on_two)):
         assert tried == [2]
-        assert own["losses"] == reference["losses"]
-
-
-def same_update(folder: str, *, strategy: str) -> Any:
-    trainer = build_trainer(folder, strategy=strategy, per_device_train_batch_size=2, gradient_accumulation_steps=4)
-    trainer.train()
-    return summary(trainer)
+        assert losses == reference
 
 
 class Deciding(torch.nn.Module):
@@ -129,17 +125,12 @@ def test_other_errors_end_the_search(tmp_path):
     assert tried == [4]
 
 
-def test_resuming_begins_with_the_size_that_was_found(tmp_path):
-    options: dict[str, Any] = {"auto_find_batch_size": True, "per_device_train_batch_size": 16, "samples": 28}
-    first = build_trainer(tmp_path, save_strategy="steps", save_steps=1, **options)
-    limited(first, 14)
-    first.train()
-
-    second = build_trainer(tmp_path / "again", **options)
-    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+def test_resuming_begins_with_the_size_that_was_found(tmp_path, trainer):
+    second = build_trainer(tmp_path, **OF_SIXTEEN)
+    second.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-1")
 
     assert second.state.train_batch_size == 8
-    assert summary(second)["losses"] == summary(first)["losses"]
+    assert summary(second)["losses"] == summary(trainer)["losses"]
 
 
 def test_memory_that_runs_out_in_evaluation_is_not_answered_with_a_smaller_training_batch(tmp_path):
@@ -155,7 +146,7 @@ def test_memory_that_runs_out_in_evaluation_is_not_answered_with_a_smaller_train
     assert trainer._train_batch_size == 4
 
 
-RUN: dict[str, Any] = {"dropout": 0.2, "samples": 64}
+RUN: dict[str, Any] = {"dropout": 0.2, "samples": 48}
 SIZE = 4
 """The second one that is tried, after 8; two make the same update."""
 
@@ -234,8 +225,13 @@ def test_an_attempt_begins_where_the_first_one_began(tmp_path, options: dict[str
 
 def search_on_two(folder: str, cases: list[tuple[int, str]]) -> dict[Any, Any]:
     """Return the summary of the run that fits for each rank and place, and that of one without a search."""
-    found = {case: search(f"{folder}/{case[1]}", "ddp", case[1], case[0]) for case in cases}
-    return {**found, "at once": at_once(f"{folder}/reference", "ddp")}
+    return {
+        **{case: search(f"{folder}/{case[1]}", "ddp", case[1], case[0]) for case in cases},
+        "at once": at_once(f"{folder}/reference", "ddp"),
+        "sharded": search(f"{folder}/sharded", "fsdp", "forward", 1, builds_model=True),
+        "sharded at once": at_once(f"{folder}/sharded reference", "fsdp", builds_model=True),
+        "planned": begin_with_plan(f"{folder}/planned", "ddp", (4, 2)),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -252,14 +248,9 @@ def test_one_rank_out_of_memory_takes_the_others_along_to_the_next_size(
         check_same_run(found[rank, where], found["at once"])
 
 
-def search_sharded(folder: str) -> tuple[Any, Any]:
-    found = search(f"{folder}/found", "fsdp", "forward", 1, builds_model=True)
-    return found, at_once(f"{folder}/reference", "fsdp", builds_model=True)
-
-
-def test_a_sharded_model_is_made_anew_for_each_attempt(tmp_path):
-    for found, reference in run_ranks(search_sharded, 2, str(tmp_path), timeout=60):
-        check_same_run(found, reference)
+def test_a_sharded_model_is_made_anew_for_each_attempt(on_two: list[dict[Any, Any]]):
+    for found in on_two:
+        check_same_run(found["sharded"], found["sharded at once"])
 
 
 def fail_differently(folder: str) -> None:

@@ -25,15 +25,18 @@ class Watching(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+def train_both(folder: str, *, strategy: str, accumulation: int) -> list[dict[str, Any]]:
+    """Train in chunks, and with whole logits."""
+    options = {"uneven": True, "gradient_accumulation_steps": accumulation, "eval_strategy": "epoch"}
+    return [train(folder, strategy=strategy, **options, **chunks) for chunks in ({"loss_chunk_tokens": 7}, {})]
+
+
 @pytest.mark.parametrize(
     ("strategy", "accumulation"),
     crossed(["single", "ddp", "fsdp", pytest.param("zero3", marks=needs_deepspeed)], [1, 3]),
 )
 def test_a_run_in_chunks_is_the_run_of_whole_logits(tmp_path: Path, strategy: str, accumulation: int):
-    options = {"uneven": True, "gradient_accumulation_steps": accumulation, "eval_strategy": "epoch"}
-    expected = on_ranks(strategy, train, str(tmp_path), **options)
-    found = on_ranks(strategy, train, str(tmp_path), **options, loss_chunk_tokens=7)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in on_ranks(strategy, train_both, str(tmp_path), accumulation=accumulation):
         for name in ("losses", "grad_norms", "eval_losses"):
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
 

@@ -156,7 +156,8 @@ def test_the_numbers_are_those_of_one_process_and_a_resume_is_exact(tmp_path, al
         assert "model.safetensors" in result["best"]["files"]
         assert not {"optimizer.bin", "optimizer.json", "scheduler.pt"} & set(result["best"]["files"])
     for name, values in results[0]["weights"].items():
-        np.testing.assert_allclose(values, alone["weights"][name], rtol=1e-4, atol=1e-6, err_msg=name)
+        # On a CPU without AVX-512 one of 2,048 differs by 1.6e-6: Adam divides by the size of a gradient.
+        np.testing.assert_allclose(values, alone["weights"][name], rtol=1e-4, atol=2e-6, err_msg=name)
         np.testing.assert_array_equal(values, results[0]["resumed"]["weights"][name], err_msg=name)
     assert_is_loadable(tmp_path / "model", results[0]["predictions"].shape)
     assert_is_in_equal_parts(tmp_path / "checkpoint-6")

@@ -14,19 +14,19 @@ from tests.cells import beyond, crossed
 from tests.strategy_configs import HAS_DEEPSPEED
 from tests.trainer_jobs import TokenDataset, build_model, build_trainer, on_ranks, preload, weights_of
 
-DECAY, UPDATES = 0.8, 4
+DECAY, UPDATES = 0.8, 3
 STRATEGIES = ["single", "ddp", "fsdp", "fsdp_sharded", *(["zero2"] if HAS_DEEPSPEED else [])]
 if HAS_DEEPSPEED:
     preload("deepspeed")
 State = dict[str, torch.Tensor]
 
 
-def run(folder: str, strategy: str, resume: str | None = None, **changes: Any) -> dict[str, Any]:
+def run(folder: str, *, strategy: str, resume: str | None = None, **changes: Any) -> dict[str, Any]:
     if strategy == "zero2":
         stage = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
         strategy, changes = "single", {"deepspeed": stage, **changes}
-    options = {"ema_decay": DECAY, "max_steps": UPDATES, "save_strategy": "steps", "save_steps": 1, **changes}
-    options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    options = {"ema_decay": DECAY, "max_steps": UPDATES, "save_strategy": "steps", "save_steps": 1}
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, **changes}
     trainer = build_trainer(folder, strategy=strategy, samples=64, **options)
     trainer.train(resume_from_checkpoint=resume)
     history = trainer.state.log_history
@@ -68,28 +68,22 @@ def same(found: State, expected: State, bound: float) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=bound, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def _kind(strategy: str) -> str:
-    return "single" if strategy == "single" else "ddp"
-
-
-def _run(folder: str, *, strategy: str, name: str, **changes: Any) -> dict[str, Any]:
-    return run(folder, name, **changes)
-
-
-def run_thrice(folder: str, *, strategy: str, name: str) -> list[dict[str, Any]]:
+def run_thrice(folder: str, *, strategy: str) -> list[dict[str, Any]]:
     """Return a run, one without averages, and one that goes on from the second checkpoint of the first."""
-    found, alone = run(f"{folder}/run", name), run(f"{folder}/alone", name, ema_decay=None)
-    return [found, alone, run(f"{folder}/again", name, f"{folder}/run/checkpoint-2")]
+    return [
+        run(f"{folder}/run", strategy=strategy),
+        run(f"{folder}/alone", strategy=strategy, ema_decay=None, save_strategy="no", eval_strategy="no"),
+        run(f"{folder}/again", strategy=strategy, resume=f"{folder}/run/checkpoint-2"),
+    ]
 
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("strategy", [beyond(name) if name in ("ddp", "fsdp") else name for name in STRATEGIES])
 def test_a_run_evaluates_saves_and_ends_with_the_averages_of_its_weights(strategy, tmp_path):
-    folder = tmp_path
-    found, alone, resumed = on_ranks(_kind(strategy), run_thrice, str(folder), name=strategy)[0]
+    found, alone, resumed = on_ranks(strategy, run_thrice, str(tmp_path))[0]
     expected: State = {}
     for update in range(1, UPDATES + 1):
-        checkpoint = folder / "run" / f"checkpoint-{update}"
+        checkpoint = tmp_path / "run" / f"checkpoint-{update}"
         weights = load_file(checkpoint / "model.safetensors")
         expected = {
             name: torch.lerp(expected[name], value, 1 - DECAY) if expected else value for name, value in weights.items()
@@ -97,7 +91,7 @@ def test_a_run_evaluates_saves_and_ends_with_the_averages_of_its_weights(strateg
         same(averages_of(checkpoint), expected, 1e-6)
         assert found["eval_losses"][update - 1] == pytest.approx(evaluated(expected), abs=1e-5)
     same(found["weights"], expected, 1e-6)
-    same(load_file(folder / "run" / "final" / "model.safetensors"), found["weights"], 0)
+    same(load_file(tmp_path / "run" / "final" / "model.safetensors"), found["weights"], 0)
     assert found["after"] == pytest.approx(found["eval_losses"][-1], abs=1e-6)
     # Training itself is that of a run without.
     assert alone["losses"] == found["losses"]
@@ -112,7 +106,7 @@ def test_the_best_model_is_that_of_its_averages(strategy, save_only_model, tmp_p
         "load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.5, "ema_decay": 0.3,
         "save_only_model": save_only_model,
     }  # fmt: skip
-    found = on_ranks(_kind(strategy), _run, str(tmp_path), name=strategy, **options)[0]
+    found = on_ranks(strategy, run, str(tmp_path), **options)[0]
     best = 1 + found["eval_losses"].index(min(found["eval_losses"]))
     assert found["best"] == str(tmp_path / f"checkpoint-{best}")
     same(averages_of(tmp_path / f"checkpoint-{best}"), found["weights"], 0)

@@ -208,7 +208,7 @@ def evaluate_all(output_dir: str, cases: list[Case]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("world_size", [1, beyond(2), 3])
 # Not shrunk: each example starts processes, and a case names what failed.
 @settings(max_examples=2, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck))
-@given(cases=st.lists(CASES, min_size=40, max_size=60, unique=True))
+@given(cases=st.lists(CASES, min_size=30, max_size=40, unique=True))
 def test_any_number_of_rows_for_a_sample_is_evaluated_exactly(tmp_path_factory, world_size, cases):
     folder = str(tmp_path_factory.mktemp("rows"))
     results = run_ranks(evaluate_all, world_size, folder, cases, timeout=100)

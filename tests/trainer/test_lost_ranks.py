@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,11 +20,13 @@ from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.runtime.process import find_rank
 from accel_trainer.strategies.ddp import DDPUnit
 from tests.accelerator.test_lost_ranks import CONTINUE, REPLACE, wait_for_others, wait_for_return
-from tests.cells import beyond
+from tests.cells import beyond, selected
 from tests.fault_injection import fault_env
-from tests.ranks import preload, run_ranks
+from tests.ranks import ask_jobs, preload, run_ranks
 
 preload("accel_trainer.trainer", "accel_trainer.accelerator", "transformers")
+
+pytestmark = pytest.mark.timeout(300)  # the first test waits for the runs that all look at
 
 
 DDP: dict[str, Any] = {}
@@ -115,29 +116,6 @@ def full(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-@cache
-def undisturbed(folder: Path, num_steps: int) -> Any:
-    return run_ranks(train, 4, folder / "undisturbed", num_steps=num_steps)[0]
-
-
-def check(
-    folder: Path, rank: int, results: list[Any], num_steps: int, *, num_returned: int = 0, left: Sequence[int] = ()
-) -> None:
-    values, evaluations, losses, facts, _ = undisturbed(folder.parent, num_steps)
-    left = left or [each for each in range(4) if each != rank] + [rank] * num_returned
-    for number, each in enumerate(left):
-        found = results[each]
-        assert found[4] == (len(left), number == 0)
-        assert found[3] == facts
-        for name, value in values.items():
-            assert (found[0][name] - value).abs().max() < 1e-6, name
-        num_missed = len(evaluations) - len(found[1])
-        assert bool(num_missed) == (each in left[len(left) - num_returned :])
-        for own, expected in zip(found[1], evaluations[num_missed:], strict=True):
-            assert own == pytest.approx(expected, abs=1e-6)
-        assert not found[2] or found[2][-3:] == pytest.approx(losses[-3:], abs=1e-4)
-
-
 PLACES = {
     "data": ("data.next", 5),
     "forward": ("train.forward", 3),
@@ -149,45 +127,53 @@ PLACES = {
 }
 
 
-# Beyond the samples what tests/accelerator loses ranks at, too.
-@pytest.mark.parametrize("place", [name if name in ("data", "evaluation") else beyond(name) for name in PLACES])
-def test_updates_and_evaluations_are_those_of_the_run_without_a_loss(place: str, tmp_path: Path) -> None:
-    point, step = PLACES[place]
-    faults = fault_env(f"kill9@{point}:rank=2" + (f":step={step}" if step is not None else ""))
-    results = run_ranks(train, 4, tmp_path, env=CONTINUE | faults, outlives=True, timeout=80)
-    check(tmp_path, 2, results, 1)
+class Loss(NamedTuple):
+    """A run on four ranks of which one is killed, at a place or behind update 3."""
+
+    rank: int
+    place: str | None = None
+    num_steps: int = 1
+    options: dict[str, Any] = DDP
+    failing: int = -1
+    """A rank whose last exchange of update 3 fails when the others have had what it sent."""
+    logs_at: int = 1
+    waits_at: int = 0
+    """The update behind which the others wait for one that returns."""
+
+    @property
+    def gone(self) -> list[int]:
+        """The rank, and with it the others of its replica."""
+        return [0, 1] if self.options is HSDP else [self.rank]
 
 
-@pytest.mark.parametrize(
-    "place", [name if name in ("optimizer", "evaluation", "save") else beyond(name) for name in PLACES]
-)
-def test_replicas_of_shards_go_on_without_the_one_that_has_lost_a_rank(place: str, tmp_path: Path) -> None:
-    """The run without a loss is one of DDP."""
-    point, step = PLACES[place]
-    faults = fault_env(f"kill9@{point}:rank=1" + (f":step={step}" if step is not None else ""))
-    results = run_ranks(train, 4, tmp_path, options=HSDP, env=CONTINUE | faults, outlives=True, timeout=80)
-    check(tmp_path, 1, results, 1, left=[2, 3])
+SAMPLE = {
+    "rank 2, data": Loss(2, "data"),
+    "rank 2, evaluation": Loss(2, "evaluation"),
+    "rank 0 behind a window": Loss(0, num_steps=2),
+    "a replica of shards, evaluation": Loss(1, "evaluation", options=HSDP),
+    "a replica of shards, save": Loss(1, "save", options=HSDP),
+    "a replica of shards, optimizer of a window": Loss(1, "optimizer", num_steps=2, options=HSDP),
+    # A rank behind the others is given their update, while they log that, or train the next one.
+    "rank 1 is behind while others log": Loss(2, failing=1),
+    "rank 0 is behind while others train a window": Loss(2, num_steps=2, failing=0, logs_at=100),
+    # In the middle of an epoch, and between two: one has 7 updates, or 4.
+    "rank 0 returns within an epoch": Loss(0, waits_at=6),
+    "rank 1 returns between two epochs": Loss(1, num_steps=2, waits_at=4),
+    "a replica of shards returns": Loss(1, options=HSDP, waits_at=4),
+}
+# Among them the places at which tests/accelerator loses ranks, too.
+LOSSES = SAMPLE | {
+    **{f"rank 2, {place}": Loss(2, place) for place in PLACES},
+    **{f"a replica of shards, {place}": Loss(1, place, options=HSDP) for place in PLACES},
+    "rank 0 behind an update": Loss(0),
+    "rank 0 is behind while others train": Loss(2, failing=0, logs_at=100),
+    "rank 1 is behind while others train a window": Loss(2, num_steps=2, failing=1, logs_at=100),
+    "rank 2 returns within an epoch": Loss(2, waits_at=4),
+}
+RESUMED = ("rank 0 behind a window", "a replica of shards, optimizer of a window")
 
 
-@pytest.mark.parametrize("num_steps", [beyond(1), 2])
-def test_rank_0_is_lost_at_the_end_of_an_update(num_steps: int, tmp_path: Path) -> None:
-    results = run_ranks(train, 4, tmp_path, 0, num_steps, env=CONTINUE, outlives=True, timeout=80)
-    check(tmp_path, 0, results, num_steps)
-
-
-@pytest.mark.parametrize("options", [DDP, HSDP], ids=["ranks", "replicas of shards"])
-def test_a_checkpoint_of_those_left_goes_on_with_all(options: dict[str, Any], tmp_path: Path) -> None:
-    """Also in an epoch whose updates have more micro-batches by then."""
-    run_ranks(train, 4, tmp_path, 1, 2, options=options, env=CONTINUE, outlives=True, timeout=80)
-    results = run_ranks(train, 4, tmp_path, -1, 2, str(tmp_path / "checkpoint-4"), options=options, timeout=80)
-    values, _, _, facts, _ = undisturbed(tmp_path.parent, 2)
-    assert results[0][3] == facts
-    for name, value in values.items():
-        assert (results[0][0][name] - value).abs().max() < 1e-6, name
-
-
-def train_behind(folder: Path, failing: int, num_steps: int, logs_at: int) -> Any:
-    """Train; on a rank the last exchange of update 3 fails when the others have had what it sent."""
+def train_behind(folder: Path, failing: int, num_steps: int, **options: Any) -> Any:
     backward, calls = DDPUnit.backward, itertools.count(1)
 
     def fail_once(*args: Any, **kwargs: Any) -> None:
@@ -196,27 +182,68 @@ def train_behind(folder: Path, failing: int, num_steps: int, logs_at: int) -> An
             raise RuntimeError("gloo: Connection closed by peer")
 
     DDPUnit.backward = fail_once  # type: ignore[method-assign]
-    return train(folder, 2, num_steps, logs_at=logs_at)
+    return train(folder, num_steps=num_steps, **options)
 
 
-@pytest.mark.parametrize(
-    ("failing", "num_steps", "logs_at"), [(1, 1, 1), (0, 2, 100), beyond((0, 1, 100)), beyond((1, 2, 100))]
-)
-def test_a_rank_behind_the_others_is_given_their_update(
-    failing: int, num_steps: int, logs_at: int, tmp_path: Path
-) -> None:
-    """While the others log that update, or train the next one."""
-    results = run_ranks(train_behind, 4, tmp_path, failing, num_steps, logs_at, env=CONTINUE, outlives=True, timeout=80)
-    check(tmp_path, 2, results, num_steps)
+def lose(loss: Loss, folder: Path) -> list[Any]:
+    env, killed = REPLACE if loss.waits_at else CONTINUE, loss.rank
+    if loss.place is not None:
+        point, step = PLACES[loss.place]
+        killed, fault = -1, f"kill9@{point}:rank={loss.rank}"
+        env = env | fault_env(fault if step is None else f"{fault}:step={step}")
+    return run_ranks(
+        train_behind, 4, folder, loss.failing, loss.num_steps, killed=killed, options=loss.options, env=env,
+        logs_at=loss.logs_at, waits_at=loss.waits_at, outlives=True, replaces=int(loss.waits_at > 0), timeout=90,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(("rank", "num_steps", "waits_at"), [beyond((2, 1, 4)), (0, 1, 6), (1, 2, 4)])
-def test_a_rank_returns_between_two_updates(rank: int, num_steps: int, waits_at: int, tmp_path: Path) -> None:
-    """In the middle of an epoch, and between two: one has 7 updates, or 4."""
-    results = run_ranks(train, 4, tmp_path, rank, num_steps, env=REPLACE, replaces=1, timeout=90, waits_at=waits_at)
-    check(tmp_path, rank, results, num_steps, num_returned=1)
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Runs that lose a rank, by name: while ranks of one ask who is gone, those of another compute."""
+    folder = tmp_path_factory.mktemp("lost")
+    tests = (
+        test_updates_and_evaluations_are_those_of_the_run_without_a_loss,
+        test_a_checkpoint_of_those_left_goes_on_with_all,
+    )
+    names = {name: None for test in tests for (name,) in selected(request, test.__name__)}
+    return folder, ask_jobs(lambda name: lose(LOSSES[name], folder / name), names, at_once=2)
 
 
-def test_a_replica_of_shards_returns_between_two_updates(tmp_path: Path) -> None:
-    results = run_ranks(train, 4, tmp_path, 1, options=HSDP, env=REPLACE, replaces=1, timeout=90, waits_at=4)
-    check(tmp_path, 1, results, 1, num_returned=2, left=[2, 3, 0, 1])
+@cache
+def undisturbed(folder: Path, num_steps: int) -> Any:
+    """The run without a loss, under DDP."""
+    return run_ranks(train, 4, folder / f"undisturbed-{num_steps}", num_steps=num_steps)[0]
+
+
+@pytest.mark.parametrize("name", [name if name in SAMPLE else beyond(name) for name in LOSSES])
+def test_updates_and_evaluations_are_those_of_the_run_without_a_loss(name: str, runs: tuple[Path, Any]) -> None:
+    loss, (folder, ask) = LOSSES[name], runs
+    values, evaluations, losses, facts, _ = undisturbed(folder, loss.num_steps)
+    left = [rank for rank in range(4) if rank not in loss.gone] + (loss.gone if loss.waits_at else [])
+    results = ask(name)
+    for number, rank in enumerate(left):
+        found = results[rank]
+        assert found[4] == (len(left), number == 0)
+        assert found[3] == facts
+        for parameter, value in values.items():
+            assert (found[0][parameter] - value).abs().max() < 1e-6, parameter
+        num_missed = len(evaluations) - len(found[1])
+        assert bool(num_missed) == (rank in loss.gone)
+        for own, expected in zip(found[1], evaluations[num_missed:], strict=True):
+            assert own == pytest.approx(expected, abs=1e-6)
+        assert not found[2] or found[2][-3:] == pytest.approx(losses[-3:], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_checkpoint_of_those_left_goes_on_with_all(name: str, runs: tuple[Path, Any]) -> None:
+    """Also in an epoch whose updates have more micro-batches by then."""
+    loss, (folder, ask) = LOSSES[name], runs
+    ask(name)
+    checkpoint = str(folder / name / "checkpoint-4")
+    results = run_ranks(
+        train, 4, folder / name, num_steps=loss.num_steps, resume=checkpoint, options=loss.options, timeout=80
+    )
+    values, _, _, facts, _ = undisturbed(folder, loss.num_steps)
+    assert results[0][3] == facts
+    for parameter, value in values.items():
+        assert (results[0][0][parameter] - value).abs().max() < 1e-6, parameter

@@ -81,7 +81,7 @@ def test_an_error_of_a_training_has_the_account_of_its_rank(tmp_path: Path, stra
         assert halved == pytest.approx(peak - rest + (rest + 2 * _GIB) / 2, abs=0.02 * _GIB)
 
 
-@pytest.mark.parametrize("strategy", [beyond("single"), "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", beyond("fsdp")])
 def test_with_a_preflight_the_planned_peak_and_planned_changes_stand_beside_it(tmp_path: Path, strategy: str):
     for rank, notes, _ in on_ranks(strategy, _run_out, str(tmp_path), preflight="warn"):
         (note,) = notes

@@ -154,7 +154,7 @@ class PoisonedRun:
 
 def roll_back(folder: str, *, strategy: str) -> dict[str, Any]:
     size = 4 if strategy == "single" else 2
-    two = {"per_device_train_batch_size": size, "num_train_epochs": 2}
+    two = {"per_device_train_batch_size": size, "num_train_epochs": 2, "save_steps": 4}
     once = PoisonedRun(f"{folder}/once", strategy, range(6, 7), **two)
     resume = f"{folder}/once/checkpoint-8"
     return {

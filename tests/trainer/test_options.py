@@ -11,52 +11,35 @@ import transformers
 
 from accel_trainer.errors import ConfigError
 from accel_trainer.trainer import Trainer
-from tests.cells import beyond, selected
 from tests.ranks import run_ranks
-from tests.trainer_jobs import Hearing, TokenDataset, arguments, build_model, build_trainer, summary, weights_of
+from tests.trainer_jobs import Hearing, TokenDataset, arguments, build_model, build_trainer, summary, train, weights_of
 
 pytestmark = pytest.mark.timeout(240)  # the first test waits for the runs that all look at
 
 
-def summed_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+def run(output_dir: str, strategy: str, **changes: Any) -> dict[str, Any]:
+    batch_size = 4 if strategy == "single" else 2
+    changes |= {"uneven": True, "per_device_train_batch_size": batch_size, "gradient_accumulation_steps": 2}
+    return train(output_dir, strategy=strategy, **changes)
 
 
-def run(output_dir: str, strategy: str, name: str, **changes: Any) -> dict[str, Any]:
-    options = {"compute_loss_func": summed_loss} if name == "loss_function" else {}
-    ranks = 1 if strategy == "single" else 2
-    trainer = build_trainer(
-        output_dir, strategy=strategy, uneven=True, options=options, per_device_train_batch_size=4 // ranks,
-        gradient_accumulation_steps=2, **changes,
-    )  # fmt: skip
-    trainer.train()
-    return summary(trainer)
-
-
+# Those that change the loss, and other optimizers, are in test_loss.py and test_optimizer_names.py.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "loss_function": {},
-    "label_smoothing": {"label_smoothing_factor": 0.1},
     "recompute": {"gradient_checkpointing": True},
     "sync_each_batch": {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
     "no_clipping": {"max_grad_norm": 0.0},
-    "sgd": {"optim": "sgd"},
 }
 
 
-# As tests/trainer/test_loss.py and test_optimizer_names.py have them on ranks.
-SEEN_ELSEWHERE = ("loss_function", "label_smoothing", "sgd")
-
-
-def run_on_two(folder: str, names: list[str]) -> dict[Any, Any]:
+def run_on_two(folder: str) -> dict[Any, Any]:
     """What all tests look at that needs two ranks."""
     found: dict[Any, Any] = {}
     for strategy in ("ddp", "fsdp"):
-        for name in names:
-            found[strategy, name] = run(folder, strategy, name, **VARIANTS[name])
-        found[strategy, "bf16"] = run(folder, strategy, "bf16", bf16=True)
+        for name, changes in VARIANTS.items():
+            found[strategy, name] = run(folder, strategy, **changes)
+        found[strategy, "bf16"] = run(folder, strategy, bf16=True)
         build_trainer(folder, strategy=strategy).save_model(f"{folder}/{strategy}-saved")
-    for strategy in ("ddp", "fsdp", "fsdp_sharded"):
+    for strategy in ("ddp", "fsdp_sharded"):
         found[strategy, "twice"] = train_twice_with_checkpoints(f"{folder}/{strategy}-twice", strategy)
     return found
 
@@ -67,16 +50,15 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def on_two(request, folder) -> dict[Any, Any]:
-    names = [name for (name,) in selected(request, "test_two_ranks_agree_with_one_process")]
-    return run_ranks(run_on_two, 2, folder, names, timeout=200)[0]
+def on_two(folder) -> dict[Any, Any]:
+    return run_ranks(run_on_two, 2, folder, timeout=200)[0]
 
 
 @pytest.mark.multirank
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", [beyond(name) if name in SEEN_ELSEWHERE else name for name in VARIANTS])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_two_ranks_agree_with_one_process(tmp_path, on_two, name):
-    one = run(str(tmp_path), "single", name, **VARIANTS[name])
+    one = run(str(tmp_path), "single", **VARIANTS[name])
 
     for strategy in ("ddp", "fsdp"):
         two = on_two[strategy, name]
@@ -85,8 +67,8 @@ def test_two_ranks_agree_with_one_process(tmp_path, on_two, name):
 
 
 def test_a_compiled_model_gives_the_same_losses_and_is_saved_under_its_own_names(tmp_path):
-    plain = run(str(tmp_path), "single", "plain")
-    compiled = run(str(tmp_path), "single", "compiled", torch_compile_backend="eager", save_strategy="epoch")
+    plain = run(str(tmp_path), "single")
+    compiled = run(str(tmp_path), "single", torch_compile_backend="eager", save_strategy="epoch")
 
     np.testing.assert_allclose(compiled["losses"], plain["losses"], rtol=1e-5)
     assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4").config.vocab_size == 64
@@ -94,8 +76,8 @@ def test_a_compiled_model_gives_the_same_losses_and_is_saved_under_its_own_names
 
 @pytest.mark.multirank
 def test_bf16_is_close_to_fp32_and_keeps_fp32_weights(tmp_path, on_two):
-    exact = run(str(tmp_path), "single", "bf16")
-    one = run(str(tmp_path), "single", "bf16", bf16=True)
+    exact = run(str(tmp_path), "single")
+    one = run(str(tmp_path), "single", bf16=True)
 
     for result in (one, on_two["ddp", "bf16"], on_two["fsdp", "bf16"]):
         assert result["losses"] != exact["losses"]
@@ -114,7 +96,7 @@ def train_twice_with_checkpoints(output_dir: str, strategy: str) -> list[float]:
 @pytest.mark.multirank
 def test_a_second_train_saves_and_goes_on_with_the_optimizer(tmp_path, on_two):
     assert train_twice_with_checkpoints(str(tmp_path), "single") == [1, 8]
-    for strategy in ("ddp", "fsdp", "fsdp_sharded"):
+    for strategy in ("ddp", "fsdp_sharded"):
         assert on_two[strategy, "twice"] == [1, 4], strategy
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ import accel_trainer
 from accel_trainer.data_loader import pack_dataset
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.plugins.parallelism import TorchContextParallelConfig
-from tests.cells import beyond
+from tests.cells import beyond, selected
 from tests.ranks import RankFailure, preload, run_ranks
-from tests.strategy_configs import marked, zero_section
-from tests.trainer_jobs import MULTIPLIES_COPIES, arguments, build_model
+from tests.strategy_configs import HAS_DEEPSPEED, zero_section
+from tests.trainer_jobs import MULTIPLIES_COPIES, arguments, build_model, summary
 
 preload("transformers.trainer", "transformers.models.llama.modeling_llama", "accel_trainer.trainer.trainer")
 
@@ -58,17 +59,20 @@ def build(
     return Trainer(model or build_model("llama"), args, train_dataset=data, **(options or {}))
 
 
-def train(directory: str, **changes: Any) -> dict[str, Any]:
-    trainer = build(directory, **changes)
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    weights = {name: value.numpy() for name, value in trainer.accelerator.get_state_dict(trainer.model).items()}
-    return {
-        "loss": [entry["loss"] for entry in logs], "norm": [entry["grad_norm"] for entry in logs], "weights": weights,
-        "rows": len(trainer.get_train_dataloader().dataset) if not changes.get("stream") else None,
-    }  # fmt: skip
+def train_all(directory: str, layouts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Train one update of all documents with each layout.
+
+    With 15 rows and micro-batches of 2 its windows end with a short one, or none.
+    """
+    found = {}
+    for name, options in layouts.items():
+        trainer = build(f"{directory}/{name}", gradient_accumulation_steps=20, **options)
+        trainer.train()
+        found[name] = summary(trainer)
+    return found
 
 
+@functools.cache
 def alone(strategy: str) -> tuple[float, float, dict[str, Any]]:
     """Return the mean loss over the tokens of all documents, one by one, its norm, and the weights after it."""
     model = build_model("llama")
@@ -104,29 +108,43 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp": (2, {"parallelism_config": {"tp_size": 2}}),
     "sp": (2, {"parallelism_config": {"sp_size": 2}}),
     "cp": (2, {"parallelism_config": {"cp_size": 2}}),
-    **{f"zero{stage}": (2, {"deepspeed": {"zero_optimization": zero_section(stage), **ZERO}}) for stage in (1, 2, 3)},
+    # Last: while ZeRO-3 is about, models are built in pieces.
+    **{
+        f"zero{stage}": (2, {"deepspeed": {"zero_optimization": zero_section(stage), **ZERO}})
+        for stage in (1, 2, 3)
+        if HAS_DEEPSPEED
+    },
 }
+REFUSED = ("sp", "cp") if MULTIPLIES_COPIES else ()
+"""With this release of transformers."""
+BEYOND = ("ddp stream", "hsdp", "zero1", "zero2")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *map(beyond, ("hsdp", "ddp stream", *marked("zero1", "zero2"))),
-        *marked(*(name for name in LAYOUTS if name not in ("hsdp", "ddp stream", "zero1", "zero2"))),
-    ],
-)
-def test_an_update_on_packed_rows_is_that_of_the_documents_alone(name: str, tmp_path: Path):
-    # All documents are in one update: with 15 rows and micro-batches of 2, windows end with a short one, or none.
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what gives the runs on a number of ranks: those of each layout, by rank."""
+    cells = selected(request, "test_an_update_on_packed_rows_is_that_of_the_documents_alone")
+    folder = str(tmp_path_factory.mktemp("layouts"))
+
+    @functools.cache
+    def of(world_size: int) -> list[Any]:
+        layouts = {name: LAYOUTS[name][1] for (name,) in cells if LAYOUTS[name][0] == world_size}
+        return run_ranks(train_all, world_size, folder, layouts, timeout=200)
+
+    return of
+
+
+@pytest.mark.timeout(240)  # the first test waits for the runs that all look at
+@pytest.mark.parametrize("name", [beyond(name) if name in BEYOND else name for name in LAYOUTS if name not in REFUSED])
+def test_an_update_on_packed_rows_is_that_of_the_documents_alone(name: str, runs: Any):
     world_size, options = LAYOUTS[name]
-    if name in ("sp", "cp") and MULTIPLIES_COPIES:
-        pytest.skip("this release of transformers is refused with sp_size and cp_size")
-    runs = run_ranks(train, world_size, str(tmp_path), timeout=150, gradient_accumulation_steps=20, **options)
+    found = [of_rank[name] for of_rank in runs(world_size)]
 
     loss, norm, weights = alone(options.get("packing_strategy", "bfd"))
-    for run in runs:
-        assert run["loss"] == pytest.approx([loss], abs=2e-6)
-        assert run["norm"] == pytest.approx([norm], rel=2e-6)
-    for key, value in runs[0]["weights"].items():
+    for run in found:
+        assert run["losses"] == pytest.approx([loss], abs=2e-6)
+        assert run["grad_norms"] == pytest.approx([norm], rel=2e-6)
+    for key, value in found[0]["weights"].items():
         assert torch.allclose(torch.tensor(value), torch.tensor(weights[key]), rtol=0, atol=2e-6), key
 
 
@@ -137,9 +155,9 @@ def test_a_run_of_several_epochs_resumes_at_the_row(tmp_path: Path):
     resumed = build(str(tmp_path / "through"), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "through" / "checkpoint-3"))
 
-    losses = [[e["loss"] for e in trainer.state.log_history if "loss" in e] for trainer in (through, resumed)]
-    assert len(losses[0]) > 6
-    assert losses[0] == losses[1]
+    losses = summary(through)["losses"]
+    assert len(losses) > 6
+    assert losses == summary(resumed)["losses"]
 
 
 @pytest.mark.parametrize(

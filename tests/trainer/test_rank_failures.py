@@ -10,6 +10,7 @@ import pytest
 from accel_trainer.errors import RemoteRankError
 from accel_trainer.runtime import rank_watch
 from accel_trainer.runtime.process import find_rank
+from tests.cells import beyond
 from tests.fault_injection import injected
 from tests.fault_matrix import build_tests
 from tests.ranks import RankFailure, run_ranks
@@ -84,7 +85,7 @@ def fail_and_go_on(directory: str, strategy: str) -> list[tuple[str, str, float]
     return told
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", beyond("fsdp")])
 def test_where_the_ranks_can_vote_the_group_lives_on(tmp_path, strategy: str):
     told, failing = run_ranks(fail_and_go_on, 2, str(tmp_path), strategy, timeout=100)
 

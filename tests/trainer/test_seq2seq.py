@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.cells import beyond
 from tests.ranks import run_ranks
 from tests.trainer_jobs import TokenDataset, build_model, build_trainer
 
@@ -84,22 +86,19 @@ def test_two_ranks_generate_the_same_tokens_in_order_trained_and_untrained(tmp_p
             check(result)
 
 
-MESHES: dict[int, list[dict[str, int]]] = {
-    2: [{"tp_size": 2}],
-    4: [{"tp_size": 2, "dp_shard_size": 2}, {"dp_replicate_size": 2, "dp_shard_size": 2}],
-}
-
-
-def generate_on_meshes(folder: str, meshes: list[dict[str, int]]) -> list[dict[str, Any]]:
-    return [generate(folder, train="tp_size" in sizes, model="t5gemma", sizes=sizes) for sizes in meshes]
+MESHES: list[Any] = [
+    {"tp_size": 2},
+    {"tp_size": 2, "dp_shard_size": 2},
+    beyond({"dp_replicate_size": 2, "dp_shard_size": 2}),
+]
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("world_size", MESHES)
-def test_ranks_of_a_mesh_generate_what_one_process_does(world_size: int, tmp_path):
-    for results in run_ranks(generate_on_meshes, world_size, str(tmp_path), MESHES[world_size]):
-        for result in results:
-            check(result, "t5gemma")
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_ranks_of_a_mesh_generate_what_one_process_does(sizes: dict[str, int], tmp_path):
+    options = {"train": "tp_size" in sizes, "model": "t5gemma", "sizes": sizes}
+    for result in run_ranks(generate, math.prod(sizes.values()), str(tmp_path), **options):
+        check(result, "t5gemma")
 
 
 def test_the_generation_length_falls_back_to_the_arguments(tmp_path):

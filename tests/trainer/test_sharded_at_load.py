@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from tests.ranks import RankFailure, preload, run_ranks
+from tests.trainer import test_parallel_layouts as parallel_layouts
 from tests.trainer.test_parallel_layouts import samples
 
 pytestmark = [
@@ -58,27 +59,12 @@ def load(model: str, sizes: dict[str, int] | None) -> Any:
 
 
 def train(model: str, directory: str, sizes: dict[str, int] | None, resume: str | None = None) -> dict[str, Any]:
-    """Train four updates of 8 samples, with saves after each two, or the last two; evaluate, predict and save."""
-    from accel_trainer import Trainer, TrainingArguments
-
+    """Train updates of 8 samples, evaluate, predict and save."""
     readers = 1 if sizes is None else sizes.get("fsdp_size", 1) * sizes.get("dp_replicate_size", 1)
-    args = TrainingArguments(
-        directory, use_cpu=True, per_device_train_batch_size=4 // readers, per_device_eval_batch_size=4 // readers,
-        max_steps=4, gradient_accumulation_steps=2, learning_rate=1e-2, max_grad_norm=0.5, logging_steps=1,
-        save_steps=2, report_to=[], disable_tqdm=True, seed=3, include_num_input_tokens_seen="all",
-    )  # fmt: skip
-    trainer = Trainer(model=load(model, sizes), args=args, train_dataset=samples(), eval_dataset=samples()[:7])
-    trainer.train(resume_from_checkpoint=resume)
-    logs = [log for log in trainer.state.log_history if "loss" in log]
-    predicted = trainer.predict(samples()[:5])
-    metrics = trainer.evaluate()
+    trainer = parallel_layouts.train(directory, load(model, sizes), 4 // readers, None, resume)
+    found = parallel_layouts.results_of(trainer)
     trainer.save_model(f"{directory}/final")
-    return {
-        "logs": [(log["loss"], log["grad_norm"]) for log in logs],
-        "eval_loss": metrics["eval_loss"],
-        "predictions": predicted.predictions.tolist(),
-        "counts": (trainer.state.num_input_tokens_seen, trainer.get_total_train_batch_size(args)),
-    }
+    return found
 
 
 def train_and_resume(model: str, directory: str, sizes: dict[str, int], theirs: str) -> list[dict[str, Any]]:
@@ -112,7 +98,7 @@ def require_equal(found: dict[str, Any], expected: dict[str, Any], last: int = 4
     assert flat[0] == pytest.approx(flat[1], rel=1e-6)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
     assert torch.allclose(torch.tensor(found["predictions"]), torch.tensor(expected["predictions"]), atol=1e-4)
-    assert found["counts"] == expected["counts"]
+    assert (found["tokens"], found["batch"]) == (expected["tokens"], expected["batch"])
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from transformers import default_data_collator, set_seed
 
 from accel_trainer.data.plan import permutation
 from accel_trainer.trainer import Trainer
+from tests.cells import crossed, selected
 from tests.ranks import run_ranks
 from tests.trainer_jobs import Hearing, TokenDataset, arguments, build_model, build_trainer, summary, train
 
@@ -100,63 +101,29 @@ def test_dropout_draws_the_same_masks_as_the_plain_loop(tmp_path):
     np.testing.assert_allclose(run["losses"], reference["losses"], rtol=1e-6)
 
 
-def run_on_two(folder: str) -> dict[Any, Any]:
+def run_on_two(folder: str, cells: list[tuple[str, str]]) -> dict[Any, Any]:
     """What all tests look at that needs two ranks."""
     found: dict[Any, Any] = {"uneven": uneven_run(folder, "ddp"), "skipping": train_skipping(folder)}
-    for strategy in ("ddp", "fsdp", "fsdp_sharded"):
-        for model in ("llama", "gpt2"):
-            found[strategy, model] = train(
-                folder, strategy=strategy, model=model, uneven=True, per_device_train_batch_size=GLOBAL_BATCH // 2
-            )
-    for strategy in ("ddp", "fsdp"):
-        found[strategy, "accumulated"] = accumulated(folder, strategy, 2)
-        found[strategy, "twice"] = run_twice(folder, strategy, 2)
-        for accumulation in (1, 2):
-            found[strategy, "bert", accumulation] = train(
-                folder, strategy=strategy, model="bert", gradient_accumulation_steps=accumulation,
-                per_device_train_batch_size=GLOBAL_BATCH // 2 // accumulation,
-            )  # fmt: skip
-    return found
+    for model, strategy in cells:
+        found[strategy, model] = train(
+            folder, strategy=strategy, model=model, uneven=True, per_device_train_batch_size=GLOBAL_BATCH // 2
+        )
+    return found | {(strategy, "twice"): run_twice(folder, strategy, 2) for strategy in ("ddp", "fsdp")}
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory) -> list[dict[Any, Any]]:
-    return run_ranks(run_on_two, 2, str(tmp_path_factory.mktemp("two")), timeout=200)
+def on_two(request, tmp_path_factory) -> list[dict[Any, Any]]:
+    cells = selected(request, "test_two_ranks_give_the_losses_of_one_process_at_the_same_global_batch")
+    return run_ranks(run_on_two, 2, str(tmp_path_factory.mktemp("two")), cells, timeout=200)
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_sharded"])
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize(("strategy", "model"), crossed(["ddp", "fsdp", "fsdp_sharded"], ["llama", "gpt2"]))
 def test_two_ranks_give_the_losses_of_one_process_at_the_same_global_batch(on_two, strategy, model):
     first, second = (found[strategy, model] for found in on_two)
 
     assert_same_run(first, plain_loop(model=model, uneven=True))
     assert first["losses"] == second["losses"]
-
-
-def accumulated(folder: Any, strategy: str, ranks: int) -> dict[str, Any]:
-    return train(
-        folder, strategy=strategy, uneven=True, gradient_accumulation_steps=2,
-        per_device_train_batch_size=GLOBAL_BATCH // 2 // ranks,
-    )  # fmt: skip
-
-
-@pytest.mark.multirank
-def test_accumulated_windows_are_one_token_mean(tmp_path, on_two):
-    runs = [accumulated(tmp_path, "single", 1), *(on_two[0][name, "accumulated"] for name in ("ddp", "fsdp"))]
-    for run in runs:
-        assert_same_run(run, plain_loop(uneven=True, accumulation=2))
-        assert_same_run(run, plain_loop(uneven=True, accumulation=1))
-
-
-@pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_model_that_returns_its_own_mean_trains_alike_on_two_ranks_and_in_windows(on_two, strategy, accumulation):
-    run = on_two[0][strategy, "bert", accumulation]
-
-    assert_same_run(run, plain_loop(model="bert"))
-    assert run["train_loss"] == pytest.approx(np.mean(plain_loop(model="bert")["losses"]), rel=1e-4)
 
 
 def uneven_run(output_dir: str, strategy: str) -> list[float]:
@@ -493,6 +460,12 @@ def test_methods_of_a_subclass_are_called_for_every_micro_batch_or_update(tmp_pa
     assert contexts >= STEPS * ACCUMULATION
 
 
+def test_gradients_are_gone_after_an_update(tmp_path):
+    trainer = run_step(tmp_path, Normalized())
+
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
 def test_a_step_that_a_script_takes_by_itself_is_that_of_a_plain_loop(tmp_path):
     trainer = Trainer(build_model(), arguments(tmp_path), train_dataset=TokenDataset(4))
     batch = next(iter(trainer.get_train_dataloader()))
@@ -517,12 +490,6 @@ def test_a_step_of_a_loop_of_ones_own_is_divided_as_upstream_divides_it(tmp_path
     assert trainer.training_step(trainer.model, dict(batch)).item() == pytest.approx(whole / 2, rel=1e-6)
     by_items = trainer.training_step(trainer.model, dict(batch), 2 * num_labels)
     assert by_items.item() == pytest.approx(whole / 2, rel=1e-6)
-
-
-def test_gradients_are_gone_after_an_update(tmp_path):
-    trainer = run_step(tmp_path, build_model())
-
-    assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
 class Recording(Hearing):

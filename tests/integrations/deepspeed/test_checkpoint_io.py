@@ -65,13 +65,13 @@ def groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def prepare(zero: dict[str, Any], seed: int, config: Any = None, **options: Any) -> tuple[Any, Any, Any]:
-    """Return an Accelerator with a model and optimizer that have made updates of their own."""
+    """Return an Accelerator with a model and optimizer that have made updates; all of it is other for other seeds."""
     made = accelerator(0, config={"zero_optimization": zero, **(config or {})}, **options)
     torch.manual_seed(seed)
     model = Odd()
     model.count += seed
     model, optimizer = made.prepare(model, groups(model))
-    for step in range(seed):
+    for step in range(1 + seed % 2):
         update(made, model, optimizer, step)
     return made, model, optimizer
 
@@ -120,9 +120,9 @@ def shared_folder_of(made: Any) -> Path:
 def exchange(variants: dict[str, dict[str, Any]], **options: Any) -> dict[str, Any]:
     """Have each variant save, and the next one load what it has saved."""
     folder = shared_folder_of(accelerator(1))
-    saved, traffic = {}, {}
-    for name, zero in variants.items():
-        made, model, optimizer = prepare(zero, 2, **options)
+    runs, saved, traffic = {}, {}, {}
+    for seed, (name, zero) in enumerate(variants.items()):
+        runs[name] = made, model, optimizer = prepare(zero, seed, **options)
         with Traffic() as counted:
             saved[name] = contents(made, model)
         traffic[name] = [counted.num_bytes]
@@ -132,7 +132,7 @@ def exchange(variants: dict[str, dict[str, Any]], **options: Any) -> dict[str, A
         saved[name]["next"] = [update(made, model, optimizer, step) for step in (5, 6)]
     loaded = {}
     for name, other in zip(variants, [*list(variants)[1:], *variants], strict=False):
-        made, model, optimizer = prepare(variants[name], 1, **options)
+        made, model, optimizer = runs[name]
         with Traffic() as counted:
             made.load_state(folder / other)
         traffic[name].append(counted.num_bytes)

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_trainer import Accelerator
 from accel_trainer.config import resolve
@@ -75,28 +76,24 @@ def test_offloading_changes_no_number():
     assert results("offloaded") == [(reference(), pytest.approx(norm, rel=1e-5))] * 2
 
 
-def offload_with(backend: str) -> str:
+def offload_with(backend: str) -> None:
     """Ask for offloaded shards in a job of GPUs whose group has a backend; torch's fake one takes the place of all."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=2)
     process = ProcessContext(0, 0, 2, 2, torch.device("cuda", 0), "fake")
     job = TrainJob(build(), [], resolve(explicit={"fsdp.offload_params": True}, environ={}))
     try:
         FSDP2Strategy().check(job, build_precision("no", torch.device("cpu")), process)
-    except ConfigError as error:
-        return str(error)
     finally:
         dist.destroy_process_group()
-    return ""
 
 
 def test_shards_on_the_host_need_a_group_that_carries_them():
-    (said,) = run_ranks(offload_with, 1, "cuda:fake")
-    assert "fsdp.offload_params" in said
-    assert "'cuda:fake', which carries no tensors of the CPU" in said
-    assert "initialise it with 'cpu:gloo,cuda:" in said
-    assert run_ranks(offload_with, 1, "cpu:fake,cuda:fake") == [""]
+    message = (
+        r"fsdp\.offload_params.*'cuda:fake', which carries no tensors of the CPU; initialise it with 'cpu:gloo,cuda:"
+    )
+    with pytest.raises(ConfigError, match=message):
+        offload_with("cuda:fake")
+    offload_with("cpu:fake,cuda:fake")
 
 
 @SCENARIOS.add
@@ -340,33 +337,33 @@ def test_parameters_taken_before_sharding_cannot_be_clipped():
 # --- hybrid sharding -----------------------------------------------------------------------------------------------
 
 
-def hybrid(options: dict[str, Any]) -> Any:
-    model = build()
-    unit = prepare(model, ignored_modules=("head",), **options)
-    losses = train(unit)
-    unit.backward(unit.model(own_rows()))
-    norm = unit.clip_grad_norm(model.parameters(), 0.1).item()
-    weight = model.stem.weight
-    return losses, norm, weight.device_mesh.shape, [str(p) for p in weight.placements], weight.to_local().shape[0]
+HYBRID: list[dict[str, Any]] = [{"replicate_size": 2}, {"replicate_per_node": True}]
 
 
-@pytest.mark.parametrize(
-    ("options", "env"),
-    [({"replicate_size": 2}, {}), ({"replicate_per_node": True}, {"LOCAL_WORLD_SIZE": "2"})],
-)
-def test_hybrid_sharding_gives_the_same_losses(options: dict[str, Any], env: dict[str, str]):
+def hybrid() -> list[Any]:
+    found = []
+    for options in HYBRID:
+        model = build()
+        unit = prepare(model, ignored_modules=("head",), **options)
+        losses = train(unit)
+        unit.backward(unit.model(own_rows()))
+        norm = unit.clip_grad_norm(model.parameters(), 0.1).item()
+        weight = model.stem.weight
+        found.append((losses, norm, tuple(weight.device_mesh.shape), weight.placements, weight.to_local().shape[0]))
+    return found
+
+
+def test_hybrid_sharding_gives_the_same_losses():
     model = build()
     reference = train_alone(model)
     model(batch()).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
-
-    def environ(rank: int) -> dict[str, str]:
-        return env | {"LOCAL_RANK": str(rank % int(env.get("LOCAL_WORLD_SIZE", "4")))}
-
-    for losses, found, shape, placements, rows in run_ranks(hybrid, 4, options, env=environ):
-        assert losses == pytest.approx(reference, abs=1e-6)
-        assert found == pytest.approx(norm, rel=1e-5)
-        assert (tuple(shape), placements, rows) == ((2, 2), ["R", "S(0)"], 4)
+    on_two_nodes = run_ranks(hybrid, 4, env=lambda rank: {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)})
+    for found in on_two_nodes:
+        for options, (losses, clipped, *layout) in zip(HYBRID, found, strict=True):
+            assert losses == pytest.approx(reference, abs=1e-6), options
+            assert clipped == pytest.approx(norm, rel=1e-5), options
+            assert layout == [(2, 2), (Replicate(), Shard(0)), 4], options
 
 
 HYBRID_YAML = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 1\n  fsdp_sharding_strategy: HYBRID_SHARD\n"

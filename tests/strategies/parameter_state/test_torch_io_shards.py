@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from tests.sharded import assert_same
 preload("accel_trainer.accelerator")
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2, "hsdp": 4}
+OF_SIZE = {1: ["single"], 2: ["ddp", "fsdp2"], 4: ["hsdp"]}
 
 
 class Odd(nn.Module):
@@ -84,52 +88,70 @@ def save(layout: str, folder: str) -> dict[str, Any]:
         update(accelerator, model, optimizers)
     with publish_directory(Path(folder), accelerator.process) as staged:
         accelerator.unit_of(model).checkpoint_io().save(staged, "unit_0")
-    return {**contents(accelerator, model), "next": [update(accelerator, model, optimizers) for _ in range(3)]}
+    return {**contents(accelerator, model), "next": [update(accelerator, model, optimizers) for _ in range(2)]}
 
 
-def load(layout: str, folders: list[str]) -> list[dict[str, Any]]:
-    """Load each of the states into objects that have trained on their own."""
-    results = []
-    for folder in folders:
-        accelerator, model, optimizers = prepare(layout, seed=2)
-        update(accelerator, model, optimizers)
-        stored = open_checkpoint(folder, accelerator.process)
+def load(layout: str, folder: str) -> dict[str, Any]:
+    """Load each of the states into objects that have trained on: at first on their own, then from the one before."""
+    accelerator, model, optimizers = prepare(layout, seed=2)
+    update(accelerator, model, optimizers)
+    results = {}
+    for name in LAYOUTS:
+        accelerator.unwrap_model(model).note = 0
+        stored = open_checkpoint(f"{folder}/{name}", accelerator.process)
         opened = []
         tensors = stored.tensors
         stored.tensors = lambda name, opened=opened, tensors=tensors: opened.append(name) or tensors(name)
         accelerator.unit_of(model).checkpoint_io().load(stored, "unit_0")
-        result = {**contents(accelerator, model), "note": accelerator.unwrap_model(model).note, "opened": opened}
-        results.append({**result, "next": [update(accelerator, model, optimizers) for _ in range(3)]})
+        results[name] = {**contents(accelerator, model), "note": accelerator.unwrap_model(model).note, "opened": opened}
+        results[name]["next"] = [update(accelerator, model, optimizers) for _ in range(2)]
     return results
 
 
+def run_all(step: Any, folder: str) -> dict[str, Any]:
+    """Save the states of the layouts of this many ranks, each in a folder of its own, or load all states on them."""
+    layouts = OF_SIZE[int(os.environ["WORLD_SIZE"])]
+    return {layout: step(layout, f"{folder}/{layout}" if step is save else folder) for layout in layouts}
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any]]]:
-    """One state from every layout, with what it held and the losses that followed."""
-    folder = tmp_path_factory.mktemp("units")
-    return {
-        name: (str(folder / name), run_ranks(save, world_size, name, str(folder / name))[0])
-        for name, world_size in LAYOUTS.items()
-    }
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("units")
+
+
+@pytest.fixture(scope="module")
+def saved(folder: Path) -> dict[str, dict[str, Any]]:
+    """What the state of every layout holds, and the losses that followed."""
+    return {name: found for size in OF_SIZE for name, found in run_ranks(run_all, size, save, str(folder))[0].items()}
+
+
+@pytest.fixture(scope="module")
+def loaded(saved: dict[str, dict[str, Any]], folder: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """What each rank of a layout has of each of the states."""
+
+    @functools.cache
+    def load_all(world_size: int) -> list[dict[str, Any]]:
+        return run_ranks(run_all, world_size, load, str(folder))
+
+    return lambda layout: [found[layout] for found in load_all(LAYOUTS[layout])]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_r6_a_state_of_every_layout_loads_bit_equal_on_every_other(
-    saved: dict[str, tuple[str, dict[str, Any]]], layout: str
+    saved: dict[str, dict[str, Any]], loaded: Any, layout: str
 ):
-    results = run_ranks(load, LAYOUTS[layout], layout, [folder for folder, _ in saved.values()])
-    for (name, (_, expected)), loaded in zip(saved.items(), results[0], strict=True):
-        assert_same(loaded["model"], expected["model"])
-        assert_same(loaded["optimizer"], expected["optimizer"])
-        assert loaded["note"] == 3
+    for name, found in loaded(layout)[0].items():
+        assert_same(found["model"], saved[name]["model"])
+        assert_same(found["optimizer"], saved[name]["optimizer"])
+        assert found["note"] == 3
         if name == layout:
-            assert loaded["next"] == expected["next"]
-        assert loaded["next"] == pytest.approx(expected["next"], rel=1e-6)
+            assert found["next"] == saved[name]["next"]
+        assert found["next"] == pytest.approx(saved[name]["next"], rel=1e-6)
 
 
-def test_r6_each_rank_writes_its_part_and_reads_only_what_it_needs(saved: dict[str, tuple[str, dict[str, Any]]]):
-    folder = saved["fsdp2"][0]
-    stored = open_checkpoint(folder, ALONE)
+def test_r6_each_rank_writes_its_part_and_reads_only_what_it_needs(loaded: Any, folder: Path):
+    of_ranks = loaded("fsdp2")
+    stored = open_checkpoint(folder / "fsdp2", ALONE)
     parts = stored.manifest.tensors
     whole = {"first.weight": (5, 3), "first.bias": (5,), "second.bias": (5,), "head.weight": (1, 5)}
     for name, shape in whole.items():
@@ -138,14 +160,15 @@ def test_r6_each_rank_writes_its_part_and_reads_only_what_it_needs(saved: dict[s
         rows = [0 if entry is None else entry.box.sizes[0] for entry in sizes]
         # As torch.chunk cuts them: 3 and 2 rows of 5, and nothing of one row for the second rank.
         assert rows == ([1, 0] if name == "head.weight" else [3, 2])
-    for rank, loaded in enumerate(run_ranks(load, 2, "fsdp2", [folder])):
-        sharded = [name for name in loaded[0]["opened"] if f"{rank:05d}" in name]
+    for rank, found in enumerate(of_ranks):
+        sharded = [name for name in found["fsdp2"]["opened"] if f"{rank:05d}" in name]
         assert f"unit_0.optimizer.{rank:05d}.safetensors" in sharded
 
 
-def test_replicated_tensors_are_shared_out_over_the_ranks(saved: dict[str, tuple[str, dict[str, Any]]]):
+@pytest.mark.usefixtures("saved")
+def test_replicated_tensors_are_shared_out_over_the_ranks(folder: Path):
     for layout in ("ddp", "hsdp"):
-        tensors = open_checkpoint(saved[layout][0], ALONE).manifest.tensors
+        tensors = open_checkpoint(folder / layout, ALONE).manifest.tensors
         names = [(name, entry.box.offsets) for entries in tensors.values() for name, entry in entries.items()]
         assert len(names) == len(set(names)), "each part is written once"
         assert len({file.split(".")[2] for file in tensors}) == LAYOUTS[layout], "and every rank writes some"
@@ -340,10 +363,7 @@ def test_what_an_optimizer_keeps_for_all_its_parameters_comes_back(tmp_path: Pat
     stored = write(tmp_path / "s", TorchCheckpointIO(model, [optimizer]))
     assert "Counting.state_dict() also has 'mood', which is not saved with the model" in caplog.text
     whole = TorchCheckpointIO(model, [optimizer]).full_optimizer_state()
-    for load in (
-        lambda io: io.load(stored, "unit_0"),
-        lambda io: io.load_full_optimizer_state(whole),
-    ):
+    for load in (lambda io: io.load(stored, "unit_0"), lambda io: io.load_full_optimizer_state(whole)):
         other, fresh = build()
         load(TorchCheckpointIO(other, [fresh]))
         assert fresh.state["steps"] == 2

@@ -20,12 +20,18 @@ from transformers import TrainerCallback
 
 import accel_trainer.trainer.trainer as trainer_module
 from accel_trainer.runtime.fault_point import set_fault_hook
+from accel_trainer.trainer import Trainer
 from tests.hub_server import Hub, serve_hub
 from tests.ranks import run_ranks, wait_until
 from tests.trainer_jobs import TokenDataset, arguments, build_trainer
 from tests.waits import stand_in_device
 
 TOKEN = "hf_secret_of_this_test"
+
+
+def find_backend(folder: str) -> str:
+    arguments(folder, ddp_backend="cpu:gloo")
+    return torch.distributed.get_backend_config()
 
 
 def log_as(folder: str) -> list[tuple[bool, int]]:
@@ -38,15 +44,109 @@ def log_as(folder: str) -> list[tuple[bool, int]]:
     return found
 
 
+DDP_FIELDS = {  # of the arguments, and where the wrapper has them
+    "ddp_find_unused_parameters": ("find_unused_parameters", True, True),
+    "ddp_bucket_cap_mb": ("bucket_bytes_cap", 7, 7 * 2**20),
+    "ddp_broadcast_buffers": ("broadcast_buffers", False, False),
+    "ddp_static_graph": ("static_graph", True, True),
+}
+
+
+def find_ddp_options(folder: str) -> list[Any]:
+    found = []
+    for name, (attribute, value, _) in DDP_FIELDS.items():
+        trainer = build_trainer(folder, max_steps=1, **{name: value})
+        trainer.train()
+        found.append(getattr(trainer.model_wrapped, attribute))
+    return found
+
+
+def look_on_two(folder: str) -> dict[str, Any]:
+    # The backend first: whoever needs the group next has it.
+    return {"backend": find_backend(folder), "logs": log_as(folder), "ddp": find_ddp_options(folder)}
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(look_on_two, 2, str(tmp_path_factory.mktemp("two")))
+
+
+@pytest.mark.multirank
+def test_the_backend_is_the_one_that_was_asked_for(on_two):
+    assert [found["backend"] for found in on_two] == ["cpu:gloo"] * 2
+
+
+@pytest.mark.multirank
+def test_options_of_ddp_reach_the_wrapper(on_two):
+    assert [found["ddp"] for found in on_two] == [[expected for *_, expected in DDP_FIELDS.values()]] * 2
+
+
 def own_node(rank: int) -> dict[str, str]:
     return {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
 
 
 @pytest.mark.multirank
-def test_each_node_or_the_first_alone_logs_as_the_main_process(tmp_path):
+def test_each_node_or_the_first_alone_logs_as_the_main_process(tmp_path, on_two):
     main, replica = (True, logging.INFO), (False, logging.ERROR)
     assert run_ranks(log_as, 2, str(tmp_path), env=own_node) == [[main, main], [main, replica]]
-    assert run_ranks(log_as, 2, str(tmp_path)) == [[main, main], [replica, replica]]
+    assert [found["logs"] for found in on_two] == [[main, main], [replica, replica]]
+
+
+class Doubled(torch.nn.Module):
+    """A model that is soon compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, input_ids: torch.Tensor, **others: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.factor * input_ids).mean()}
+
+
+def compile_with_a_mode(folder: str) -> list[Any]:
+    seen: list[Any] = []
+
+    def recording(graph: Any, inputs: Any, **options: Any) -> Any:
+        seen.append(options)
+        return graph.forward
+
+    torch._dynamo.register_backend(recording, name="recording")
+    for mode in (None, "max-autotune-no-cudagraphs"):
+        torch.compiler.reset()
+        options = {"torch_compile": True, "torch_compile_backend": "recording", "torch_compile_mode": mode}
+        Trainer(Doubled(), arguments(folder, max_steps=1, **options), train_dataset=TokenDataset(4)).train()
+    return seen
+
+
+def find_determinism(folder: str) -> list[tuple[bool, list[float]]]:
+    found = []
+    for is_full in (False, True):
+        trainer = build_trainer(folder, max_steps=2, dropout=0.1, full_determinism=is_full)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((torch.are_deterministic_algorithms_enabled(), losses))
+    return found
+
+
+def look_alone(folder: str) -> dict[str, Any]:
+    """What leaves switches of torch behind."""
+    return {"compile": compile_with_a_mode(folder), "determinism": find_determinism(folder)}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(look_alone, 1, str(tmp_path_factory.mktemp("alone")))[0]
+
+
+def test_the_compilers_mode_reaches_the_backend(alone):
+    assert alone["compile"][0] == {}
+    assert alone["compile"][-1] == {"mode": "max-autotune-no-cudagraphs"}
+
+
+def test_full_determinism_turns_torchs_on(alone):
+    (plain, losses), (full, again) = alone["determinism"]
+    assert (plain, full) == (False, True)
+    assert losses == again
 
 
 @pytest.fixture
@@ -67,7 +167,7 @@ def hub(monkeypatch) -> Iterator[Hub]:
 def build_pushing(folder: Path, strategy: str = "every_save", **options: Any) -> Any:
     return build_trainer(
         folder / "out", push_to_hub=True, hub_token=TOKEN, hub_strategy=strategy, hub_always_push=True,
-        save_strategy="steps", save_steps=4, **options,
+        samples=16, save_strategy="steps", save_steps=2, **options,
     )  # fmt: skip
 
 
@@ -92,7 +192,7 @@ def test_a_push_lists_no_file_that_is_being_written(tmp_path):
 
     set_fault_hook(list_for_upload)
     try:
-        build_trainer(tmp_path / "out", save_strategy="steps", save_steps=4).train()
+        build_trainer(tmp_path / "out", samples=16, save_strategy="steps", save_steps=2).train()
     finally:
         set_fault_hook(None)
 
@@ -115,14 +215,14 @@ def test_a_strategy_says_what_is_pushed(tmp_path, hub, strategy):
     build_pushing(tmp_path, strategy).train()
 
     folders = {name.split("/")[0] for commit in hub.commits for name in commit.files if "/" in name}
-    expected = {"end": set(), "checkpoint": {"last-checkpoint"}, "all_checkpoints": {"checkpoint-4", "checkpoint-8"}}
+    expected = {"end": set(), "checkpoint": {"last-checkpoint"}, "all_checkpoints": {"checkpoint-2", "checkpoint-4"}}
     assert folders == expected[strategy]
     assert bool(hub.commits) is (strategy != "end")
 
 
 def test_the_token_is_in_no_file_no_log_and_no_repr(tmp_path, hub, info_log):
     trainer = build_trainer(
-        tmp_path / "out", push_to_hub=True, hub_token=TOKEN, save_strategy="epoch", eval_strategy="epoch",
+        tmp_path / "out", samples=8, push_to_hub=True, hub_token=TOKEN, save_strategy="epoch", eval_strategy="epoch",
         report_html=True, logging_strategy="epoch",
     )  # fmt: skip
     trainer.train()
@@ -150,8 +250,8 @@ class NamedRun(TrainerCallback):
 
 def test_the_name_of_a_run_reaches_callbacks_and_the_page(tmp_path):
     callback = NamedRun()
-    trainer = build_trainer(tmp_path, run_name="winter", report_html=True, options={"callbacks": [callback]})
-    trainer.train()
+    options = {"callbacks": [callback]}
+    build_trainer(tmp_path, max_steps=1, run_name="winter", report_html=True, options=options).train()
 
     assert callback.name == "winter"
     assert "<title>winter" in (tmp_path / "report.html").read_text()
@@ -166,29 +266,6 @@ def test_the_devices_cache_is_emptied_every_so_many_updates(tmp_path, monkeypatc
     trainer.train()
 
     assert seen == expected
-
-
-def compile_with_a_mode(folder: str) -> list[Any]:
-    seen: list[Any] = []
-
-    def recording(graph: Any, inputs: Any, **options: Any) -> Any:
-        seen.append(options)
-        return graph.forward
-
-    torch._dynamo.register_backend(recording, name="recording")
-    for mode in (None, "max-autotune-no-cudagraphs"):
-        torch.compiler.reset()
-        build_trainer(
-            folder, max_steps=1, torch_compile=True, torch_compile_backend="recording", torch_compile_mode=mode
-        ).train()
-    return seen
-
-
-def test_the_compilers_mode_reaches_the_backend(tmp_path):
-    [seen] = run_ranks(compile_with_a_mode, 1, str(tmp_path))
-
-    assert seen[0] == {}
-    assert seen[-1] == {"mode": "max-autotune-no-cudagraphs"}
 
 
 LOADER_FIELDS: dict[str, tuple[dict[str, Any], str, Any]] = {
@@ -305,32 +382,17 @@ class Counting(TrainerCallback, transformers.trainer_callback.ExportableState):
         return {"args": {"start": self.start}, "attributes": {"count": self.count}}
 
 
-@pytest.mark.parametrize(("restores", "expected"), [(True, 8), (False, 4)])
-def test_callbacks_go_on_where_they_were(tmp_path, restores, expected):
-    build_trainer(tmp_path, save_strategy="steps", save_steps=4, options={"callbacks": [Counting()]}).train()
-    trainer = build_trainer(
-        tmp_path, restore_callback_states_from_checkpoint=restores, options={"callbacks": [Counting()]}
-    )
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+def test_callbacks_go_on_where_they_were(tmp_path):
+    options = {"callbacks": [Counting()]}
+    build_trainer(tmp_path, samples=8, save_strategy="steps", save_steps=1, options=options).train()
+    for restores, expected in ((True, 2), (False, 1)):
+        trainer = build_trainer(
+            tmp_path, samples=8, restore_callback_states_from_checkpoint=restores, options={"callbacks": [Counting()]}
+        )
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
-    [callback] = [each for each in trainer.callback_handler.callbacks if isinstance(each, Counting)]
-    assert callback.count == expected
-
-
-def find_determinism(folder: str) -> list[tuple[bool, list[float]]]:
-    found = []
-    for is_full in (False, True):
-        trainer = build_trainer(folder, max_steps=2, dropout=0.1, full_determinism=is_full)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        found.append((torch.are_deterministic_algorithms_enabled(), losses))
-    return found
-
-
-def test_full_determinism_turns_torchs_on(tmp_path):
-    [((plain, losses), (full, again))] = run_ranks(find_determinism, 1, str(tmp_path))
-    assert (plain, full) == (False, True)
-    assert losses == again
+        [callback] = [each for each in trainer.callback_handler.callbacks if isinstance(each, Counting)]
+        assert callback.count == expected
 
 
 def test_the_column_of_lengths_is_the_one_that_is_named(tmp_path):
@@ -341,38 +403,6 @@ def test_the_column_of_lengths_is_the_one_that_is_named(tmp_path):
     trainer.train_dataset = rows
 
     assert trainer._get_train_sampler().lengths == [i % 5 for i in range(20)]
-
-
-DDP_FIELDS = {  # of the arguments, and where the wrapper has them
-    "ddp_find_unused_parameters": ("find_unused_parameters", True, True),
-    "ddp_bucket_cap_mb": ("bucket_bytes_cap", 7, 7 * 2**20),
-    "ddp_broadcast_buffers": ("broadcast_buffers", False, False),
-    "ddp_static_graph": ("static_graph", True, True),
-}
-
-
-def find_ddp_options(folder: str) -> list[Any]:
-    found = []
-    for name, (attribute, value, _) in DDP_FIELDS.items():
-        trainer = build_trainer(folder, max_steps=1, **{name: value})
-        trainer.train()
-        found.append(getattr(trainer.model_wrapped, attribute))
-    return found
-
-
-@pytest.mark.multirank
-def test_options_of_ddp_reach_the_wrapper(tmp_path):
-    assert run_ranks(find_ddp_options, 2, str(tmp_path)) == [[expected for *_, expected in DDP_FIELDS.values()]] * 2
-
-
-def find_backend(folder: str) -> str:
-    arguments(folder, ddp_backend="cpu:gloo")
-    return torch.distributed.get_backend_config()
-
-
-@pytest.mark.multirank
-def test_the_backend_is_the_one_that_was_asked_for(tmp_path):
-    assert run_ranks(find_backend, 2, str(tmp_path)) == ["cpu:gloo"] * 2
 
 
 @pytest.mark.parametrize(
@@ -469,8 +499,8 @@ def test_columns_that_the_model_does_not_take_are_removed_or_kept(tmp_path):
 
 
 def test_the_files_of_a_run_are_where_they_were_asked_for(tmp_path):
-    for strategy, expected in {"no": set(), "steps": {3, 6, 8}, "epoch": {8}}.items():
+    for strategy, expected in {"no": set(), "steps": {2, 3}, "epoch": {3}}.items():
         output_dir = tmp_path / strategy
-        build_trainer(output_dir, save_strategy=strategy, save_steps=3).train()
+        build_trainer(output_dir, samples=12, save_strategy=strategy, save_steps=2).train()
         saved = {int(path.name.rpartition("-")[2]) for path in output_dir.glob("checkpoint-*")}
         assert saved == expected

@@ -96,11 +96,13 @@ def test_the_best_one_comes_from_the_store_where_its_disk_is_lost(tmp_path: Path
 
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_checkpoint_of_an_earlier_run_is_not_the_best_of_this_one(tmp_path: Path, resumes: bool):
-    store = {"checkpoint_uri": f"file://{tmp_path}/store"} if not resumes else {}
-    for run in ("earlier", "other"):
-        train_to_best(tmp_path / run, save_total_limit=None, **(store if run == "earlier" else {}))
-    shutil.rmtree(tmp_path / "other" / "checkpoint-2")
-    resumed = str(tmp_path / "other" / "checkpoint-4") if resumes else None
+    store = {} if resumes else {"checkpoint_uri": f"file://{tmp_path}/store"}
+    train_to_best(tmp_path / "earlier", save_total_limit=None, **store)
+    resumed = None
+    if resumes:
+        train_to_best(tmp_path / "other", save_total_limit=None)
+        shutil.rmtree(tmp_path / "other" / "checkpoint-2")
+        resumed = str(tmp_path / "other" / "checkpoint-4")
 
     changes: dict[str, Any] = {"save_steps": 6, "max_steps": 6, "save_total_limit": None, **store}
     trainer = train_to_best(tmp_path / ("earlier" if resumes else "now"), resumed=resumed, **changes)

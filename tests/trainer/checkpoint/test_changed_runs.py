@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,32 @@ from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.trainer import TrainingArguments
 from tests.ranks import run_ranks
 from tests.trainer.checkpoint.test_resuming import RUN, recorded
-from tests.trainer_jobs import SaveAt, build_trainer
+from tests.trainer_jobs import build_trainer
 
 EIGHT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 """Updates of eight samples on one process."""
+SEARCH: dict[str, Any] = {
+    "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "auto_find_batch_size": True,
+    "compat": "transformers",  # else an update keeps its samples, whatever is found
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("changed")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> dict[str, Any]:
+    """A run of one process, with checkpoints in `folder / "one"`."""
+    return recorded(str(folder / "one"), steps=(1, 2, 4), dropout=0.1, **EIGHT)
+
+
+@pytest.fixture(scope="module")
+def searched(folder: Path) -> str:
+    """A checkpoint of a run that has searched for its batch size."""
+    build_trainer(folder / "searched", **SEARCH).train()
+    return str(folder / "searched" / "checkpoint-1")
 
 
 def refused(output_dir: str, resume: str, **build: Any) -> dict[str, Any]:
@@ -36,10 +59,9 @@ def refused(output_dir: str, resume: str, **build: Any) -> dict[str, Any]:
 
 
 def test_r16_other_samples_in_an_update_are_refused_on_as_many_ranks_before_anything_is_loaded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, one: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = recorded(str(tmp_path / "one"), steps=(3,), **EIGHT)
-    path = str(tmp_path / "one" / "checkpoint-3")
+    path = str(shutil.copytree(folder / "one" / "checkpoint-1", tmp_path / "one" / "checkpoint-1"))
     larger = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
 
     for given in (path, True):
@@ -48,7 +70,7 @@ def test_r16_other_samples_in_an_update_are_refused_on_as_many_ranks_before_anyt
             IncompatibleCheckpointError,
             match=r"^TrainingArguments\(on_changed_run='warn'\) goes on with this run's options; on_changed_run=auto "
             r"\(default\) refuses this:\n"
-            r".*checkpoint-3 is of a run whose updates had 8 samples = 4 x 2 x 1 \(micro-batch x accumulation x "
+            r".*checkpoint-1 is of a run whose updates had 8 samples = 4 x 2 x 1 \(micro-batch x accumulation x "
             r"ranks\), and this run's have 16 samples = 8 x 2 x 1 .*: from here on it would be another run\. The same "
             r"one goes on with as many samples in an update: set gradient_accumulation_steps=1 \(now 2\) or "
             r"per_device_train_batch_size=4 \(now 8\)$",
@@ -61,125 +83,111 @@ def test_r16_other_samples_in_an_update_are_refused_on_as_many_ranks_before_anyt
         assert result["is_same"]
 
     warned = recorded(str(tmp_path / "again"), path, (), on_changed_run="warn", **larger)
-    assert "it goes on at the same sample and ends after update 9; set gradient_accumulation_steps=1" in caplog.text
-    # 28 of 52 samples were left in the epoch: 16 and 12.
-    rest = [row for number in range(4, 8) for row in one["ids"][number]]
-    assert sorted(warned["ids"][4] + warned["ids"][5]) == sorted(rest)
+    assert "it goes on at the same sample and ends after update 5; set gradient_accumulation_steps=1" in caplog.text
+    # 20 of 28 samples were left in the epoch: 16 and 4.
+    rest = [row for number in range(2, 5) for row in one["ids"][number]]
+    assert sorted(warned["ids"][2] + warned["ids"][3]) == sorted(rest)
     # Other factors of the same number are the same run.
     same = {"per_device_train_batch_size": 8, "on_changed_run": "refuse"}
     assert recorded(str(tmp_path / "again"), path, (), **same)["ids"] == {
-        number: row for number, row in one["ids"].items() if number > 3
+        number: row for number, row in one["ids"].items() if number > 1
     }
 
 
-def resume_both(output_dir: str, path: str) -> list[dict[str, Any]]:
-    return [
-        refused(f"{output_dir}/{action}", path, on_changed_run=action, num_train_epochs=1, **EIGHT)
+def resume_on_two(folder: Path) -> list[dict[str, Any]]:
+    """Resume what one process wrote, and what as many wrote as there are."""
+    path = str(folder / "one" / "checkpoint-1")
+    found = [
+        refused(str(folder / action), path, on_changed_run=action, num_train_epochs=1, **EIGHT)
         for action in ("refuse", "auto")
     ]
+    build_trainer(folder / "two", max_steps=2, save_strategy="steps", save_steps=2, **RUN).train()
+    return [*found, refused(str(folder / "again"), str(folder / "two" / "checkpoint-2"), **EIGHT)]
 
 
 @pytest.mark.multirank
 @pytest.mark.timeout(120)
-def test_r16_on_other_ranks_the_setting_that_keeps_the_samples_is_named(tmp_path: Path, caplog) -> None:
-    build_trainer(str(tmp_path / "one"), options={"callbacks": [SaveAt(3)]}, **RUN, **EIGHT).train()
-
-    for strict, warned in run_ranks(resume_both, 2, str(tmp_path), str(tmp_path / "one" / "checkpoint-3"), timeout=110):
+def test_r16_on_other_ranks_the_setting_that_keeps_the_samples_is_named(folder: Path, one: dict[str, Any]) -> None:
+    for strict, warned, of_two in run_ranks(resume_on_two, 2, folder, timeout=110):
         assert "had 8 samples = 4 x 2 x 1 (micro-batch" in strict["error"]
         assert "and this run's have 16 samples = 4 x 2 x 2 (micro-batch" in strict["error"]
         ways = "gradient_accumulation_steps=1 (now 2) or per_device_train_batch_size=2 (now 4)"
         assert f"in an update: set {ways}" in strict["error"]
         assert strict["is_same"]
         assert warned["error"] == ""
-        assert warned["step"] == 3 + 2  # 28 samples are left, in updates of 16
-
-    run_ranks(save_on_two, 2, str(tmp_path / "two"), timeout=110)
-    refusals = run_ranks(refused, 2, str(tmp_path / "again"), str(tmp_path / "two" / "checkpoint-2"), **EIGHT)
-    for result in refusals:  # as many ranks as wrote it
-        assert "had 8 samples = 4 x 1 x 2 (micro-batch" in result["error"]
-        assert "and this run's have 16 samples = 4 x 2 x 2 (micro-batch" in result["error"]
-        assert result["is_same"]
+        assert warned["step"] == 1 + 2  # 20 samples are left, in updates of 16
+        assert "had 8 samples = 4 x 1 x 2 (micro-batch" in of_two["error"]
+        assert "and this run's have 16 samples = 4 x 2 x 2 (micro-batch" in of_two["error"]
+        assert of_two["is_same"]
 
 
-def save_on_two(output_dir: str) -> None:
-    build_trainer(output_dir, max_steps=2, save_strategy="steps", save_steps=2, **RUN).train()
-
-
-def test_r16_the_size_that_a_search_had_found_is_no_change(tmp_path: Path) -> None:
-    found = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "auto_find_batch_size": True}
-    found |= {"compat": "transformers"}  # else an update keeps its samples, whatever is found
-    build_trainer(tmp_path, **found).train()
-    path = str(tmp_path / "checkpoint-1")
-
-    again = build_trainer(tmp_path, **found | {"per_device_train_batch_size": 16, "on_changed_run": "refuse"})
-    again.train(resume_from_checkpoint=path)
+def test_r16_the_size_that_a_search_had_found_is_no_change(searched: str, tmp_path: Path) -> None:
+    changes = {"max_steps": 2, "per_device_train_batch_size": 16, "on_changed_run": "refuse"}
+    again = build_trainer(tmp_path, **SEARCH | changes)
+    again.train(resume_from_checkpoint=searched)
     assert again.state.train_batch_size == 4
 
-    result = refused(str(tmp_path), path, **found | {"gradient_accumulation_steps": 2, "on_changed_run": "auto"})
+    result = refused(str(tmp_path), searched, **SEARCH, gradient_accumulation_steps=2, on_changed_run="auto")
     assert "and this run's have 8 samples = 4 x 2 x 1" in result["error"]
     assert result["is_same"]
 
 
-@pytest.mark.parametrize("action", ["auto", "refuse"])
 def test_r16_a_search_that_goes_below_the_size_of_the_checkpoint_goes_on_unless_it_is_refused(
-    tmp_path: Path, action: str, caplog: pytest.LogCaptureFixture
+    searched: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "auto_find_batch_size": True}
-    found |= {"compat": "transformers"}  # else an update keeps its samples, whatever is found
-    build_trainer(tmp_path, **found).train()
-    trainer = build_trainer(tmp_path / "again", on_changed_run=action, **found)
-    step = trainer.training_step
+    def build(action: str) -> Any:
+        """Return a Trainer on a device with memory for three samples."""
+        trainer = build_trainer(tmp_path / action, on_changed_run=action, **SEARCH)
+        step = trainer.training_step
 
-    def training_step(model: Any, inputs: Any, *rest: Any) -> Any:
-        if len(inputs["input_ids"]) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return step(model, inputs, *rest)
+        def training_step(model: Any, inputs: Any, *rest: Any) -> Any:
+            if len(inputs["input_ids"]) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return step(model, inputs, *rest)
 
-    trainer.training_step = training_step
-    if action == "refuse":
-        with pytest.raises(IncompatibleCheckpointError, match=r"have 3 samples = 3 x 1 x 1 .* set "):
-            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-        return
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        trainer.training_step = training_step
+        return trainer
+
+    with pytest.raises(IncompatibleCheckpointError, match=r"have 3 samples = 3 x 1 x 1 .* set "):
+        build("refuse").train(resume_from_checkpoint=searched)
+    caplog.clear()
+    trainer = build("auto")
+    trainer.train(resume_from_checkpoint=searched)
     assert trainer.state.global_step == 4
     assert "had 4 samples = 4 x 1 x 1 (micro-batch" in caplog.text
     assert "and this run's have 3 samples = 3 x 1 x 1 (micro-batch" in caplog.text
     # Its own checkpoints are of a run with that size.
-    last = build_trainer(tmp_path / "again", on_changed_run="refuse", **found)
-    last.train(resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-3"))
+    last = build_trainer(tmp_path / "auto", on_changed_run="refuse", **SEARCH)
+    last.train(resume_from_checkpoint=str(tmp_path / "auto" / "checkpoint-3"))
     assert last._train_batch_size == last.state.train_batch_size == 3
 
 
-@pytest.mark.parametrize("step", [3, 7])
+@pytest.mark.parametrize("step", [2, 4], ids=["within an epoch", "between two"])
 def test_r16_the_order_and_the_streams_of_a_checkpoint_go_on_whatever_the_seeds(
-    tmp_path: Path, step: int, caplog: pytest.LogCaptureFixture
+    folder: Path, one: dict[str, Any], tmp_path: Path, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Within an epoch, and between two.
-    whole = recorded(str(tmp_path / "one"), steps=(step,), dropout=0.1, **EIGHT)
-    path = str(tmp_path / "one" / f"checkpoint-{step}")
-
     other = recorded(
-        str(tmp_path / "again"), path, (), dropout=0.1, seed=7, data_seed=5, on_changed_run="refuse", **EIGHT
-    )
+        str(tmp_path), str(folder / "one" / f"checkpoint-{step}"), (), dropout=0.1, seed=7, data_seed=5,
+        on_changed_run="refuse", **EIGHT,
+    )  # fmt: skip
 
-    assert other["ids"] == {number: row for number, row in whole["ids"].items() if number > step}
-    assert other["losses"] == whole["losses"]
-    assert other["noise"] == whole["noise"]
+    assert other["ids"] == {number: row for number, row in one["ids"].items() if number > step}
+    assert other["losses"] == one["losses"]
+    assert other["noise"] == one["noise"]
     kept = "(without effect, the run goes on with the checkpoint's)"
     assert f"otherwise: data.data_seed: null -> 5 {kept}, seed: 42 -> 7 {kept}\n" in caplog.text
 
 
 def test_r16_another_seed_for_an_epoch_that_begins_anew_is_named_and_refused_on_request(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, one: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorded(str(tmp_path / "one"), steps=(3,), **EIGHT)
-    path = str(tmp_path / "one" / "checkpoint-3")
+    path = str(folder / "one" / "checkpoint-2")
     anew = {"ignore_data_skip": True, "seed": 7, **EIGHT}
 
     result = refused(str(tmp_path / "again"), path, on_changed_run="refuse", **anew)
     assert result["is_same"]
     error = result["error"]
-    assert "checkpoint-3 is of a run whose order of samples has seed 42, and with ignore_data_skip=True" in error
+    assert "checkpoint-2 is of a run whose order of samples has seed 42, and with ignore_data_skip=True" in error
     assert "of seed 7. Set data_seed=42; or leave" in error
     assert error.startswith("TrainingArguments(on_changed_run='warn') goes on with this run's options;")
     for options in ({"data_seed": 42, "on_changed_run": "refuse"}, {}):

@@ -39,33 +39,38 @@ def train(folder: str, dies_after: int = -1) -> dict[str, Any]:
     return {"losses": losses, "weights": trainer.model.state_dict(), "begun_at": begun_at}
 
 
-def test_a_killed_worker_costs_what_came_after_the_newest_checkpoint_of_this_job(tmp_path: Path) -> None:
-    """Without a launcher, whose part is in the tests of fewer ranks and of tests/launch."""
-    # In the folder of another job, whose checkpoint-8 is not taken for one of this job.
-    whole, _ = run_ranks(train_twice, 2, str(tmp_path))
-    with pytest.raises(RankFailure, match=r"rank 1 died without an answer: killed by signal 9"):
-        run_ranks(train, 2, str(tmp_path), 5, env={"TORCHELASTIC_RESTART_COUNT": "0"})
-    restarted, _ = run_ranks(train, 2, str(tmp_path), 5, env={"TORCHELASTIC_RESTART_COUNT": "1"})
-
-    assert restarted["begun_at"] == 3
-    assert restarted["losses"] == whole["losses"]
-    for name, value in whole["weights"].items():
-        assert torch.equal(value, restarted["weights"][name]), name
-
-
-def test_a_job_that_had_saved_nothing_begins_anew(tmp_path: Path) -> None:
-    first, _ = run_ranks(train, 2, str(tmp_path))
-    # As another job's second attempt: the checkpoints are of the second train() of a job there has never been.
-    again, _ = run_ranks(train_twice, 2, str(tmp_path), env={"TORCHELASTIC_RESTART_COUNT": "1"})
-    assert again["begun_at"] == 0
-    assert again["losses"] == first["losses"]
-
-
 def train_twice(folder: str) -> dict[str, Any]:
+    """Train as in the second train() of a job."""
     from accel_trainer.trainer.checkpoint import saving
 
     next(saving._trains)
     return train(folder)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Runs in one folder, without a launcher, whose part is in the tests of fewer ranks and of tests/launch."""
+    folder = str(tmp_path_factory.mktemp("restarts"))
+    second_attempt = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    # Of another job, whose checkpoint-8 is not taken for one of the next.
+    whole, _ = run_ranks(train_twice, 2, folder)
+    with pytest.raises(RankFailure, match=r"rank 1 died without an answer: killed by signal 9"):
+        run_ranks(train, 2, folder, 5, env={"TORCHELASTIC_RESTART_COUNT": "0"})
+    restarted, _ = run_ranks(train, 2, folder, 5, env=second_attempt)
+    # All checkpoints are those of a first train() now, and this is the second one of a job that has saved nothing.
+    anew, _ = run_ranks(train_twice, 2, folder, env=second_attempt)
+    return {"whole": whole, "restarted": restarted, "anew": anew}
+
+
+def test_a_killed_worker_costs_what_came_after_the_newest_checkpoint_of_this_job(runs: dict[str, Any]) -> None:
+    assert runs["restarted"]["begun_at"] == 3
+    assert runs["restarted"]["losses"] == runs["whole"]["losses"]
+    torch.testing.assert_close(runs["restarted"]["weights"], runs["whole"]["weights"], rtol=0, atol=0)
+
+
+def test_a_job_that_had_saved_nothing_begins_anew(runs: dict[str, Any]) -> None:
+    assert runs["anew"]["begun_at"] == 0
+    assert runs["anew"]["losses"] == runs["whole"]["losses"]
 
 
 class SeenSamples:
@@ -137,8 +142,7 @@ def test_with_fewer_ranks_a_job_goes_on_as_it_would_have_with_all(tmp_path: Path
     before, after = read_samples(two, "0-*.txt"), read_samples(two, "1-*.txt")
     assert {step: before[step] for step in range(3)} | after == whole
     assert sorted(number for numbers in whole.values() for number in numbers) == list(range(30))
-    for name, value in reference["weights"].items():
-        torch.testing.assert_close(restarted["weights"][name], value, rtol=0, atol=1e-6)
+    torch.testing.assert_close(restarted["weights"], reference["weights"], rtol=0, atol=1e-6)
 
 
 def share_out(folder: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from accel_trainer.errors import (
     ProcessGroupError,
 )
 from accel_trainer.launch.cli import main
+from accel_trainer.runtime import rank_watch
 from tests.cells import beyond
 from tests.checkpoint.test_hostile_files import forge
 from tests.fault_injection import fault_env
@@ -35,8 +36,8 @@ from tests.publishing import flip
 from tests.ranks import RankFailure, map_jobs, run_ranks
 from tests.trainer_jobs import SaveAt, SaveWithin, TokenDataset, build_model, build_trainer, on_ranks, summary, train
 
-# 13 micro-batches of 4 samples, updates of 8: 7 in an epoch, the last of 4 samples.
-SAMPLES, UPDATES = 52, 7
+# 7 micro-batches of 4 samples, updates of 8: 4 in an epoch, the last of 4 samples.
+SAMPLES, UPDATES = 28, 4
 RUN: dict[str, Any] = {"samples": SAMPLES, "num_train_epochs": 2, "model": "gpt2"}
 ROWS = {tuple(row["input_ids"].tolist()): index for index, row in enumerate(TokenDataset(SAMPLES).rows)}
 
@@ -49,7 +50,7 @@ class SaveWithNote(SaveAt):
             Path(args.output_dir, f"checkpoint-{state.global_step}", "note.txt").write_text("of a callback")
 
 
-def recorded(output_dir: str, resume: Any = None, steps: tuple[int, ...] = (3, 7), **build: Any) -> dict[str, Any]:
+def recorded(output_dir: str, resume: Any = None, steps: tuple[int, ...] = (2, 4), **build: Any) -> dict[str, Any]:
     """Train, and return the samples of every update, of all ranks, by its number."""
     trainer = build_trainer(output_dir, options={"callbacks": [SaveWithNote(*steps)]}, **{**RUN, **build})
     ids: dict[int, list[int]] = {}
@@ -70,7 +71,7 @@ def on_two(directory: Path) -> dict[str, Any]:
     """What two ranks do: a whole run, and resumes of what one process and two wrote."""
     window = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     found = {"whole": recorded(str(directory / "two"), **window)}
-    for source, step in (("two", 3), ("one", 3), ("one", 7)):
+    for source, step in (("two", 2), ("one", 2), ("one", 4)):
         path = str(directory / source / f"checkpoint-{step}")
         found[f"{source}-{step}"] = recorded(str(directory / "again"), path, (), **window)
     return found
@@ -81,7 +82,7 @@ def on_two(directory: Path) -> dict[str, Any]:
 def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Path, info_log) -> None:
     one = recorded(str(tmp_path / "one"), per_device_train_batch_size=4, gradient_accumulation_steps=2)
     two, other = run_ranks(on_two, 2, tmp_path, timeout=110)
-    for step in (3, 7):
+    for step in (2, 4):
         path = str(tmp_path / "two" / f"checkpoint-{step}")
         # Larger batches, no accumulation, workers: the updates have the same samples.
         options = {"per_device_train_batch_size": 8, "dataloader_num_workers": 2}
@@ -95,15 +96,15 @@ def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Pa
         assert result["ids"] == {number: row for number, row in one["ids"].items() if number > begin}, name
         np.testing.assert_allclose(result["losses"], one["losses"], rtol=1e-5, err_msg=name)
     # Streams of two ranks differ, and are new where the ranks are not those that wrote.
-    assert two["one-3"]["noise"] != other["one-3"]["noise"]
+    assert two["one-2"]["noise"] != other["one-2"]["noise"]
     reader = "written by 2 process(es), read by 1, contents verified; random streams new, from seed 42, update and rank"
-    assert f"checkpoint-7, as named; {reader}; data goes on at the next sample" in info_log.text
+    assert f"checkpoint-4, as named; {reader}; data goes on at the next sample" in info_log.text
 
-    changed = recorded(str(tmp_path / "again"), str(tmp_path / "two" / "checkpoint-3"), ())
-    assert f"ends after update {3 + 7 + 13}" in info_log.text
-    rest = [row for number in range(4, UPDATES + 1) for row in one["ids"][number]]
-    assert sorted(row for number in range(4, 11) for row in changed["ids"][number]) == sorted(rest)
-    assert max(changed["ids"]) == changed["step"] == 23
+    changed = recorded(str(tmp_path / "again"), str(tmp_path / "two" / "checkpoint-2"), ())
+    assert f"ends after update {2 + 3 + 7}" in info_log.text
+    rest = [row for number in range(3, UPDATES + 1) for row in one["ids"][number]]
+    assert sorted(row for number in range(3, 6) for row in changed["ids"][number]) == sorted(rest)
+    assert max(changed["ids"]) == changed["step"] == 12
 
 
 class Uneven(Dataset):
@@ -126,9 +127,9 @@ def pad(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def grouped(output_dir: str, resume: str | None = None, **changes: Any) -> dict[int, list[int]]:
-    """Train 30 updates over rows that are grouped by length; return the rows of each, of all ranks."""
+    """Train 8 updates over rows that are grouped by length; return the rows of each, of all ranks."""
     trainer = build_trainer(
-        output_dir, model="gpt2", max_steps=30, train_sampling_strategy="group_by_length",
+        output_dir, model="gpt2", max_steps=8, train_sampling_strategy="group_by_length",
         options={"callbacks": [SaveAt(3)], "data_collator": pad}, **changes,
     )  # fmt: skip
     trainer.train_dataset = Uneven()
@@ -161,14 +162,14 @@ def test_rows_grouped_by_length_go_on_in_their_order_with_other_factors_of_an_up
 
 @pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step"])
 def test_a_save_within_an_update_goes_on_with_the_samples_of_that_update(tmp_path: Path, event: str) -> None:
-    callback = SaveWithin(event, 3)
+    callback = SaveWithin(event, 2)
     options = {**RUN, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     callback.trainer = build_trainer(tmp_path, options={"callbacks": [callback]}, **options)
     callback.trainer.train()
 
-    resumed = recorded(str(tmp_path / "again"), str(tmp_path / "checkpoint-3"), (), **options)
+    resumed = recorded(str(tmp_path / "again"), str(tmp_path / "checkpoint-2"), (), **options)
 
-    assert min(resumed["ids"]) == 4
+    assert min(resumed["ids"]) == 3
     assert resumed["losses"] == summary(callback.trainer)["losses"]
 
 
@@ -243,29 +244,28 @@ def test_a_checkpoint_of_the_stock_trainer_is_taken_as_far_as_it_is_whole(tmp_pa
     assert "samples are repeated or left out" not in caplog.text
     (tmp_path / "checkpoint-2" / "rng_state.pth").unlink()
     recorded(str(tmp_path), str(tmp_path / "checkpoint-2"), (), per_device_train_batch_size=8)
-    assert "was written after 0.154 epochs, and its number of updates is 0.286 epochs of this run" in caplog.text
+    assert "was written after 0.286 epochs, and its number of updates is 0.500 epochs of this run" in caplog.text
     assert "has no rng_state.pth: random streams do not go on as they were" in caplog.text
     (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
     with pytest.raises(CheckpointNotFoundError, match=r"has the state of the schedule and no optimizer"):
         recorded(str(tmp_path), str(tmp_path / "checkpoint-2"))
 
 
-@pytest.mark.parametrize(("step", "place"), [(3, "12 of epoch 0"), (13, "52 of epoch 0")])
-def test_a_place_in_another_dataset_is_none_in_this(tmp_path: Path, caplog, step: int, place: str) -> None:
-    recorded(str(tmp_path), steps=(step,), num_train_epochs=1)
-    options: dict[str, Any] = {"resume": str(tmp_path / f"checkpoint-{step}"), "samples": 40, "num_train_epochs": 2}
+def test_a_place_in_another_dataset_is_none_in_this(tmp_path: Path, caplog) -> None:
+    recorded(str(tmp_path), steps=(3, 7), num_train_epochs=1)
+    for step, place in ((3, "12 of epoch 0"), (7, "28 of epoch 0")):
+        options: dict[str, Any] = {"resume": str(tmp_path / f"checkpoint-{step}"), "steps": (), "samples": 24}
+        found = f"dataset of 28 samples, after {place}, and this run's has 24"
+        with pytest.raises(
+            IncompatibleCheckpointError, match=rf"{found}: .*Resume with .* 28, or set ignore_data_skip=True"
+        ):
+            recorded(str(tmp_path), **options)
+        resumed = recorded(str(tmp_path), ignore_data_skip=True, **options)
 
-    found = f"dataset of 52 samples, after {place}, and this run's has 40"
-    with pytest.raises(
-        IncompatibleCheckpointError, match=rf"{found}: .*Resume with .* 52, or set ignore_data_skip=True"
-    ):
-        recorded(str(tmp_path), **options)
-    resumed = recorded(str(tmp_path), ignore_data_skip=True, **options)
-
-    assert list(resumed["ids"]) == list(range(step + 1, 21))  # two epochs of ten updates
-    begun = [row for number in list(resumed["ids"])[:7] for row in resumed["ids"][number]]
-    assert len(set(begun)) == 28
-    assert f"{found}: training begins an epoch of it" in caplog.text
+        assert list(resumed["ids"]) == list(range(step + 1, 13))  # two epochs of six updates
+        begun = [row for number in list(resumed["ids"])[:5] for row in resumed["ids"][number]]
+        assert len(set(begun)) == 20
+        assert f"{found}: training begins an epoch of it" in caplog.text
 
 
 def test_r8_a_checkpoint_without_random_streams_is_an_error(tmp_path: Path) -> None:
@@ -303,10 +303,15 @@ KILLS = [
 OTHER_KILLS = [("ddp", "save.before_vote:rank=1:step=4", 2, 4)]
 
 
+def train_watched(*args: Any, **build: Any) -> None:
+    rank_watch._POLL_SECONDS = 0.1  # the other rank soon finds that one is gone
+    train(*args, **build)
+
+
 def run_killed(folder: Path, strategy: str, point: str) -> None:
     environ = fault_env(f"kill9@{point}")
     with pytest.raises(RankFailure, match="SIGKILL"):
-        run_ranks(train, 2, str(folder / point), strategy=strategy, env=environ, **KILLED)
+        run_ranks(train_watched, 2, str(folder / point), strategy=strategy, env=environ, **KILLED)
 
 
 def resume_killed(folder: Path, kills: list[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
@@ -391,7 +396,7 @@ def test_r13_a_save_that_will_not_fit_is_not_begun(tmp_path: Path, monkeypatch, 
 
 def test_retention_keeps_the_best_and_the_newest_and_counts_numbers(tmp_path: Path) -> None:
     trainer = build_trainer(
-        tmp_path, samples=44, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        tmp_path, samples=44, eval_samples=2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
         save_total_limit=3, load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=True,
     )  # fmt: skip
     trainer.compute_metrics = lambda _: {"score": float(trainer.state.global_step == 3)}
@@ -435,37 +440,38 @@ def resume_from(path: str, output_dir: str, strategy: str, **build: Any) -> dict
     return summary(trainer)
 
 
-def resume_resharded(folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    found = {}
-    for strategy in ("ddp", "fsdp"):
-        original, resharded = (str(folder / name / "checkpoint-4") for name in ("run", "resharded"))
-        found[strategy] = (
-            resume_from(original, str(folder / "again"), strategy),
-            resume_from(resharded, str(folder / "again"), strategy, verify="off"),
-        )
-    return found
+def save_anew(checkpoint: Path) -> None:
+    """Store the weights of a checkpoint in several files, as a script does that loads and saves them."""
+    transformers.AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(checkpoint, max_shard_size="20KB")
+    assert (checkpoint / "model.safetensors.index.json").exists()
+    (checkpoint / "model.safetensors").unlink()  # the one file, which `save_pretrained` leaves there
+
+
+def resume_resharded(folder: Path) -> dict[str, dict[str, Any]]:
+    again, resharded = str(folder / "again"), str(folder / "resharded" / "checkpoint-4")
+    return {
+        "resharded to ddp": resume_from(resharded, again, "ddp", verify="off"),
+        "original to fsdp": resume_from(str(folder / "run" / "checkpoint-4"), again, "fsdp"),
+        "resharded to fsdp": resume_from(resharded, again, "fsdp", verify="off"),
+    }
 
 
 @pytest.mark.multirank
 def test_a_checkpoint_whose_weights_were_resharded_loads_once_it_is_not_to_be_verified(
     tmp_path: Path, info_log
 ) -> None:
-    import transformers
-
-    run_ranks(train, 2, str(tmp_path / "run"), strategy="ddp", **{**KILLED, "save_total_limit": None})
+    whole, _ = run_ranks(train, 2, str(tmp_path / "run"), strategy="ddp", **{**KILLED, "save_total_limit": None})
     path = shutil.copytree(tmp_path / "run" / "checkpoint-4", tmp_path / "resharded" / "checkpoint-4")
-    transformers.AutoModelForCausalLM.from_pretrained(path).save_pretrained(path, max_shard_size="20KB")
-    assert (path / "model.safetensors.index.json").exists()
-    (path / "model.safetensors").unlink()  # the one file, which `save_pretrained` leaves there
+    save_anew(path)
 
     way_out = r"this one with verify='off' \(an argument of load_state\(\) and of TrainingArguments\)"
     for verify in ("full", "size"):
         with pytest.raises(CorruptCheckpointError, match=rf"which its manifest does not name: .* or load {way_out}"):
             resume_from(str(path), str(tmp_path / "again"), "single", verify=verify)
-    for results in run_ranks(resume_resharded, 2, tmp_path, timeout=110):
-        for strategy, (original, resharded) in results.items():
-            assert resharded["losses"] == original["losses"], strategy
-            assert resharded["step"] == 6
+    for found in run_ranks(resume_resharded, 2, tmp_path, timeout=110):
+        assert found["resharded to ddp"]["losses"] == whole["losses"]
+        assert found["resharded to fsdp"]["losses"] == found["original to fsdp"]["losses"]
+        assert {each["step"] for each in found.values()} == {6}
     alone = [
         resume_from(str(each), str(tmp_path / "again"), "single", verify="off")["losses"]
         for each in (tmp_path / "run" / "checkpoint-4", path)
@@ -475,18 +481,17 @@ def test_a_checkpoint_whose_weights_were_resharded_loads_once_it_is_not_to_be_ve
 
 
 def test_weights_that_were_saved_anew_are_adopted_and_resumed_from(tmp_path: Path) -> None:
-    build_trainer(tmp_path / "run", **{**KILLED, "save_total_limit": None}).train()
-    original = tmp_path / "run" / "checkpoint-4"
-    path = shutil.copytree(original, tmp_path / "anew" / "checkpoint-4")
-    transformers.AutoModelForCausalLM.from_pretrained(path).save_pretrained(path, max_shard_size="20KB")
-    (path / "model.safetensors").unlink()  # the one file, which `save_pretrained` leaves there
+    whole = build_trainer(tmp_path / "run", **{**KILLED, "save_total_limit": None, "samples": 12})
+    whole.train()
+    path = shutil.copytree(tmp_path / "run" / "checkpoint-4", tmp_path / "anew" / "checkpoint-4")
+    save_anew(path)
     with pytest.raises(CorruptCheckpointError, match=rf"saved anew: `accel-trainer ckpt adopt {path}` makes it"):
         resume_from(str(path), str(tmp_path / "again"), "single")
 
     assert adopt_weights(path)
 
-    losses = [resume_from(str(each), str(tmp_path / "again"), "single")["losses"] for each in (original, path)]
-    assert losses[0] == losses[1]
+    resumed = resume_from(str(path), str(tmp_path / "again"), "single", samples=12)
+    assert resumed["losses"] == summary(whole)["losses"]
     flip(next(path.glob("model-00001-of-*.safetensors")))
     with pytest.raises(CorruptCheckpointError, match=r"model-00001-of-\d+.safetensors was changed after the save"):
         resume_from(str(path), str(tmp_path / "again"), "single")
@@ -527,6 +532,15 @@ def test_a_checkpoint_with_fitting_checksums_that_holds_something_else_is_passed
     assert "checkpoint-2 is of a run that was set up otherwise: learning_rate: 0.01 -> 0.5" in caplog.text
 
 
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three updates with a checkpoint of the last, and weights alone."""
+    folder = tmp_path_factory.mktemp("run")
+    train(folder, save_strategy="steps", save_steps=3, max_steps=3)
+    build_model().save_pretrained(folder / "weights")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -536,23 +550,20 @@ def test_a_checkpoint_with_fitting_checksums_that_holds_something_else_is_passed
         ("weights", "which has no trainer_state.json; .* Weights alone are loaded by from_pretrained"),
     ],
 )
-def test_a_path_that_names_no_checkpoint_is_refused_before_anything_is_built(tmp_path: Path, name: str, message: str):
-    train(tmp_path, save_strategy="steps", save_steps=3, max_steps=3)
-    build_model().save_pretrained(tmp_path / "weights")
-    trainer = build_trainer(tmp_path)
+def test_a_path_that_names_no_checkpoint_is_refused_before_anything_is_built(run_dir: Path, name: str, message: str):
+    trainer = build_trainer(run_dir)
 
     with pytest.raises(CheckpointNotFoundError, match=f"Can't find a valid checkpoint at .*{message}"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / name))
+        trainer.train(resume_from_checkpoint=str(run_dir / name))
 
     assert trainer.optimizer is None
 
 
-def test_words_of_a_command_line_ask_for_the_newest_and_for_none(tmp_path: Path) -> None:
-    train(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
-    assert train(tmp_path, "True", max_steps=4)["step"] == 4
-    assert build_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint="False").global_step == 2
+def test_words_of_a_command_line_ask_for_the_newest_and_for_none(run_dir: Path) -> None:
+    assert train(run_dir, "True", max_steps=4)["step"] == 4
+    assert build_trainer(run_dir, max_steps=2).train(resume_from_checkpoint="False").global_step == 2
     with pytest.raises(CheckpointNotFoundError, match="Can't find a valid checkpoint at Truth, which does not exist"):
-        build_trainer(tmp_path).train(resume_from_checkpoint="Truth")
+        build_trainer(run_dir).train(resume_from_checkpoint="Truth")
 
 
 def train_whole_and_resumed(folder: str, strategy: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -579,16 +590,3 @@ def test_the_first_log_after_a_resume_is_of_all_updates_since_the_last_one(tmp_p
         changed = {"max_steps": 8, "logging_steps": 4, "per_device_train_batch_size": 4}
         alone = train(tmp_path / "alone", str(tmp_path / "whole" / "checkpoint-6"), **changed)
         assert alone["losses"] == pytest.approx(whole["losses"], rel=1e-6)
-
-
-def refused_path(folder: str, strategy: str) -> str:
-    trainer = build_trainer(folder, strategy=strategy)
-    with pytest.raises((CheckpointNotFoundError, ProcessGroupError)) as refused:
-        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-9")
-    return str(refused.value)
-
-
-@pytest.mark.multirank
-def test_so_is_it_on_ranks_that_would_read_it_in_shards(tmp_path: Path):
-    for message in on_ranks("fsdp", refused_path, str(tmp_path)):
-        assert "Can't find a valid checkpoint at" in message

@@ -20,7 +20,6 @@ from tests.trainer_jobs import (
     arguments,
     build_model,
     build_trainer,
-    on_ranks,
     strategy_arguments,
     summary,
     weights_of,
@@ -52,24 +51,13 @@ def save(folder: str) -> tuple[list[str], int]:
     return [name for name, tensor in handed.items() if not is_in_a_file(tensor)], len(handed)
 
 
-@pytest.mark.multirank
-def test_whole_weights_are_in_no_ranks_memory(tmp_path: Path):
-    (in_memory, num_handed), others = run_ranks(save, 2, str(tmp_path))
-    assert num_handed > 10
-    assert in_memory == []
-    assert others == ([], 0)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"]
-    stored, expected = load_file(tmp_path / "new/model/model.safetensors"), build_model("gpt2").state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in stored.items())
-    assert set(expected) - set(stored) == {"lm_head.weight"}  # tied
-
-
 def resume(folder: str, strategy: str) -> dict[str, Any]:
     """Train a mixture of experts, resume it in the middle, and load the weights of the middle as the best ones."""
-    options = {"strategy": strategy, "model": "mixtral", "save_strategy": "steps", "save_steps": 4}
+    options: dict[str, Any] = {"strategy": strategy, "model": "mixtral", "save_strategy": "steps", "save_steps": 2}
+    options |= {"samples": 16, "per_device_train_batch_size": 4 if strategy == "single" else 2}
     whole = build_trainer(folder, **options)
     whole.train()
-    checkpoint = f"{folder}/checkpoint-4"
+    checkpoint = f"{folder}/checkpoint-2"
     again = build_trainer(f"{folder}/again", **options)
     again.train(resume_from_checkpoint=checkpoint)
     found = {"whole": summary(whole), "again": summary(again)}
@@ -86,26 +74,6 @@ def check_resumed(found: dict[str, Any], checkpoint: Path) -> None:
     for name, value in found["whole"]["weights"].items():
         np.testing.assert_allclose(found["again"]["weights"][name], value, atol=1e-6, err_msg=name)
         np.testing.assert_array_equal(found["best"][name], expected[name].numpy(), err_msg=name)
-
-
-def test_experts_that_are_stored_one_by_one_are_resumed(tmp_path: Path):
-    check_resumed(resume(str(tmp_path), "single"), tmp_path / "checkpoint-4")
-
-
-def resume_on_two(folder: str) -> dict[str, Any]:
-    return {strategy: resume(f"{folder}/{strategy}", strategy) for strategy in ("ddp", "fsdp")}
-
-
-@pytest.mark.multirank
-def test_experts_that_are_stored_one_by_one_are_resumed_on_ranks(tmp_path: Path):
-    for strategy, found in run_ranks(resume_on_two, 2, str(tmp_path))[0].items():
-        check_resumed(found, tmp_path / strategy / "checkpoint-4")
-
-
-@needs_deepspeed
-@pytest.mark.multirank
-def test_experts_are_resumed_where_an_engine_partitions_them(tmp_path: Path):
-    check_resumed(on_ranks("zero3", resume, str(tmp_path))[0], tmp_path / "checkpoint-4")
 
 
 class HandWritten(nn.Module):
@@ -145,19 +113,62 @@ def resume_hand_written(folder: str, strategy: str) -> list[dict[str, Any]]:
     return [whole, train_hand_written(folder, strategy, whole["step"] // 2)]
 
 
-@pytest.mark.multirank
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", pytest.param("zero3", marks=needs_deepspeed)])
-def test_a_model_of_no_library_is_saved_with_its_tied_weights_once_and_resumed(tmp_path: Path, strategy: str):
-    whole, resumed = on_ranks(strategy, resume_hand_written, str(tmp_path))[0]
+JOBS = {"one process": ["single"], "two ranks": ["ddp", "fsdp"], "deepspeed": ["zero3"]}
 
-    assert whole["is_tied"]
-    assert resumed["is_tied"]
-    assert resumed["losses"] == whole["losses"]
-    for name, value in whole["weights"].items():
-        np.testing.assert_array_equal(resumed["weights"][name], value, err_msg=name)
-    stored = load_file(tmp_path / f"checkpoint-{whole['step']}/model.safetensors")
-    assert set(stored) == {"embedding.weight", "mix.weight", "mix.bias"}
-    np.testing.assert_array_equal(stored["mix.weight"].numpy(), whole["weights"]["mix.weight"])
+
+def run_job(folder: str, name: str) -> dict[str, Any]:
+    """Return the runs of both models by strategy, and on two ranks what `save` has found."""
+    found: dict[str, Any] = {}
+    for strategy in JOBS[name]:
+        found[strategy, "experts"] = resume(f"{folder}/{strategy}/experts", strategy)
+        found[strategy, "hand-written"] = resume_hand_written(f"{folder}/{strategy}/hand-written", strategy)
+    if name == "two ranks":
+        found["saved"] = save(folder)
+    return found
+
+
+@pytest.fixture(scope="module", params=["one process", "two ranks", pytest.param("deepspeed", marks=needs_deepspeed)])
+def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, list[Any]]:
+    """The name of a job, its folder, and what its ranks have found."""
+    name, folder = request.param, tmp_path_factory.mktemp("job")
+    if name == "one process":
+        return name, folder, [run_job(str(folder), name)]
+    return name, folder, run_ranks(run_job, 2, str(folder), name, timeout=100)
+
+
+@pytest.mark.multirank
+def test_experts_that_are_stored_one_by_one_are_resumed(job: tuple[str, Path, list[Any]]):
+    name, folder, (found, *_) = job
+    for strategy in JOBS[name]:
+        check_resumed(found[strategy, "experts"], folder / strategy / "experts" / "checkpoint-2")
+
+
+@pytest.mark.multirank
+def test_a_model_of_no_library_is_saved_with_its_tied_weights_once_and_resumed(job: tuple[str, Path, list[Any]]):
+    name, folder, (found, *_) = job
+    for strategy in JOBS[name]:
+        whole, resumed = found[strategy, "hand-written"]
+        assert whole["is_tied"]
+        assert resumed["is_tied"]
+        assert resumed["losses"] == whole["losses"]
+        np.testing.assert_equal(resumed["weights"], whole["weights"])
+        stored = load_file(folder / strategy / "hand-written" / f"checkpoint-{whole['step']}" / "model.safetensors")
+        assert set(stored) == {"embedding.weight", "mix.weight", "mix.bias"}
+        np.testing.assert_array_equal(stored["mix.weight"].numpy(), whole["weights"]["mix.weight"])
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("job", ["two ranks"], indirect=True)
+def test_whole_weights_are_in_no_ranks_memory(job: tuple[str, Path, list[Any]]):
+    _, folder, ranks = job
+    (in_memory, num_handed), others = (found["saved"] for found in ranks)
+    assert num_handed > 10
+    assert in_memory == []
+    assert others == ([], 0)
+    assert [path.name for path in (folder / "new").iterdir()] == ["model"]
+    stored, expected = load_file(folder / "new/model/model.safetensors"), build_model("gpt2").state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in stored.items())
+    assert set(expected) - set(stored) == {"lm_head.weight"}  # tied
 
 
 def test_what_a_checkpoint_lacks_of_a_model_of_no_library_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
