@@ -58,7 +58,7 @@ _ALLOWED_THREADS = (
     "SubprocPool", "TMonitor",
 )  # fmt: skip
 
-_ALLOWED_FILES = {".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", "__pycache__"}
+_ALLOWED_FILES = {".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache", ".import_linter_cache", "__pycache__"}
 _ALLOWED_FILES |= {".cache", "site"}  # of `make docs`, which .ci/run has beside tests
 
 _OWN_PREFIXES = ("accel_trainer", "accel-trainer")
