@@ -128,7 +128,9 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_ocr2_text": _family(_FULL, _SPARSE, model="DeepseekOcr2TextModel"),
     # 0.001 of attn_hc.scale is left of a sum: in float32 one process is 2.4e-5 from float64, and two ranks 4.3e-5.
     "deepseek_v4": _family(mlp_layer_types=["hash_moe", "moe"], gradient_tolerance=30 * TOLERANCE),
-    "diffusion_gemma_text": _family(_SLIDING, num_experts=4, top_k_experts=2, model="DiffusionGemmaEncoderTextModel"),
+    "diffusion_gemma_text": _family(  # 2.2e-6 of the largest logit in float32, on a CPU without AVX-512
+        _SLIDING, num_experts=4, top_k_experts=2, model="DiffusionGemmaEncoderTextModel", dtype=torch.float64
+    ),
     "doge": _family(
         refused=_UNNAMED, given=_attention("model.layers.*.self_attn") | {"model.layers.*.self_attn.dt_proj": _SPLIT}
     ),

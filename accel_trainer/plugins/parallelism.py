@@ -85,7 +85,7 @@ class DeepSpeedSequenceParallelConfig:
             )
 
 
-_HANDLERS: dict[str, Callable[[], Any]] = {
+_HANDLERS: dict[str, Callable[..., Any]] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
     "sp": DeepSpeedSequenceParallelConfig,
@@ -140,8 +140,9 @@ class ParallelismConfig(OptionObject):
             name = f"{axis}_size"
             if getattr(self, name) is None:
                 setattr(self, name, int(_variable(name, "1")))
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, but got {getattr(self, name)}")
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name} must be at least 1, but got {size!r}; give the number of ranks")
         # transformers' Trainer computes its own loss where sp_backend is "deepspeed".
         for axis, backend, other in (("cp", "torch", "torch"), ("sp", "ulysses", "deepspeed")):
             name = f"{axis}_backend"
@@ -157,6 +158,9 @@ class ParallelismConfig(OptionObject):
     def _complete_handlers(self) -> None:
         for axis, build in _HANDLERS.items():
             handler = getattr(self, f"{axis}_handler")
+            if isinstance(handler, Mapping):  # of to_json()
+                handler = build(**handler)
+                setattr(self, f"{axis}_handler", handler)
             if handler is None and self._size(axis) > 1:
                 setattr(self, f"{axis}_handler", build())
             elif handler is not None and not isinstance(handler, build):  # type: ignore[arg-type]
@@ -261,7 +265,10 @@ class ParallelismConfig(OptionObject):
             return given
         names = [*(f"{axis}_size" for axis in (*AXES, "ep")), "loss_parallel", "tp_plan"]
         if isinstance(given, str) and given.lstrip().startswith("{"):
-            given = json.loads(given)
+            try:
+                given = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"parallelism_config is no valid JSON: {error}; got {given!r}") from None
         if isinstance(given, Mapping):
             known = {item.name for item in fields(cls) if item.init}
             if unknown := sorted(given.keys() - known):

@@ -188,9 +188,9 @@ def read_updates(text: str) -> range:
 
 
 def _is_asked_for(ranks: str, process: ProcessContext) -> bool:
-    if ranks.strip() == "all":
+    if str(ranks).strip() == "all":
         return True
-    numbers = [each.strip() for each in ranks.split(",")]
+    numbers = [each.strip() for each in str(ranks).split(",")]
     wrong = [each for each in numbers if not each.isdecimal() or int(each) >= process.world_size]
     if wrong:
         raise ConfigError(

@@ -67,7 +67,7 @@ def check_loss_spikes(args: TrainingArguments, accelerator: Accelerator) -> None
     action, config, facts = args.on_loss_spike, accelerator.config, accelerator.strategy.capabilities
     if action not in ACTIONS:
         raise ConfigError(f"on_loss_spike={action!r} is none of {', '.join(ACTIONS)}")
-    if not args.loss_spike_threshold > 0:
+    if not (isinstance(args.loss_spike_threshold, int | float) and args.loss_spike_threshold > 0):
         raise ConfigError(
             f"loss_spike_threshold={args.loss_spike_threshold!r} is a number of deviations above the median; give one "
             "above 0, such as 6"

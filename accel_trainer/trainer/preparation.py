@@ -72,8 +72,9 @@ _UNSAVED_SHARDS = {re.compile(r"[48]bit|ademamix"): "blocks or rows that are not
 
 
 def check_arguments(args: Any) -> None:
-    """Refuse arguments that have resolved no configuration of ours."""
+    """Refuse arguments that have resolved no configuration of ours; have ours take what was assigned since."""
     if isinstance(args, TrainingArguments):
+        args.take_assigned()
         return
     kind = type(args)
     way_out = "build that one, its fields are the same"

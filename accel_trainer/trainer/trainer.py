@@ -284,6 +284,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
         """
         if self.model_init is None:
             self._preparation.check_not_cast(self)
+        super()._hp_search_setup(trial)  # a trial's values, before anything is made of the arguments
         self._taken_arguments.begin(self)
         searches = self._searches_batch_size = self.args.auto_find_batch_size
         # Upstream's search (5.23, trainer.py:1570) needs accelerate, and goes on with the weights that an attempt left.
@@ -366,6 +367,9 @@ class Trainer(ResumingMethods, transformers.Trainer):
             else lost.beginning_updates(args.gradient_accumulation_steps, self.handover, reports=bool(args.report_to))
         ):
             return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        """Do nothing: `train()` has taken the trial's values."""
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         """Do nothing: `BatchSizeSearch` has begun the attempt."""

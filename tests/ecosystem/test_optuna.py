@@ -80,6 +80,57 @@ def test_every_rank_gets_the_best_run_and_each_trial_its_checkpoints(searches, s
         assert checkpoints in (["checkpoint-4"], ["checkpoint-4", "checkpoint-8"])
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "given"),
+    [
+        ("label_smoothing_factor", [0.5, 0.9], {}), ("neftune_noise_alpha", [10.0, 50.0], {"neftune_noise_alpha": 1.0}),
+        ("data_seed", [3, 4], {}),
+    ],
+)  # fmt: skip
+def test_a_trial_trains_with_its_own_values(tmp_path: Path, name: str, values: list[Any], given: dict[str, Any]) -> None:
+    trainer = build(tmp_path, "single", lambda: build_model(), max_steps=2, logging_steps=1, **given)
+    losses = {}
+
+    def objective(metrics: dict[str, float]) -> float:
+        losses[getattr(trainer.args, name)] = losses_of(trainer)
+        return metrics["eval_loss"]
+
+    sampler = optuna.samplers.GridSampler({name: values}, seed=0)
+    trainer.hyperparameter_search(
+        lambda trial: {name: trial.suggest_categorical(name, values)},
+        objective, n_trials=2, backend="optuna", sampler=sampler,
+    )  # fmt: skip
+
+    for value in values:
+        direct = build(
+            tmp_path, "single", lambda: build_model(), max_steps=2, logging_steps=1, **(given | {name: value})
+        )
+        direct.train()
+        assert losses[value] == losses_of(direct)
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_trial_goes_on_with_the_batch_size_that_it_has_found(tmp_path: Path) -> None:
+    trainer = build(tmp_path, "single", lambda: build_model(), max_steps=1, auto_find_batch_size=True)
+    sizes, step = [], trainer.training_step
+
+    def full_once(model: Any, inputs: Any, *args: Any) -> Any:
+        sizes.append((len(inputs["input_ids"]), trainer.args.gradient_accumulation_steps))
+        if len(sizes) == 1:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+        return step(model, inputs, *args)
+
+    trainer.training_step = full_once
+    trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-3)}, n_trials=1, backend="optuna"
+    )
+
+    assert sizes == [(4, 1), (2, 2), (2, 2)]
+
+
 def resume(output_dir: str, strategy: str) -> list[float]:
     trainer = build(output_dir, strategy, lambda: build_model(), save_strategy="steps", save_steps=2)
     trainer.hyperparameter_search(

@@ -137,6 +137,7 @@ def test_a_rollback_without_a_checkpoint_is_an_error(tmp_path: Path):
     [
         ({"on_loss_spike": "skip"}, "on_loss_spike='skip' is none of off, warn, skip_batch, rollback"),
         ({"loss_spike_threshold": 0.0}, "loss_spike_threshold=0.0 is a number of deviations"),
+        ({"loss_spike_threshold": "6"}, "loss_spike_threshold='6' is a number of deviations"),
         ({"save_only_model": True}, "on_loss_spike='rollback' contradicts save_only_model=True"),
         ({"local_steps": 2}, "on_loss_spike='rollback' contradicts local_steps"),
         ({"optimizer_in_backward": True, "max_grad_norm": 0.0}, "on_loss_spike='rollback' contradicts optimizer_in"),

@@ -197,6 +197,38 @@ def test_two_ranks_take_new_values_as_one_process_does(tmp_path):
                 np.testing.assert_allclose(values, reference, rtol=3e-4)
 
 
+def test_what_is_assigned_before_a_trainer_is_built_is_as_given(tmp_path):
+    given = {
+        "activation_checkpointing": "full", "ddp_find_unused_parameters": False, "ema_decay": 0.5,
+        "on_nonfinite": "skip_step", "save_async": True,
+    }  # fmt: skip
+    args = arguments(tmp_path, **settings())
+    for name, value in given.items():
+        setattr(args, name, value)
+    args.set_dataloader(train_batch_size=8, sampler_seed=7)
+    args.accelerator_config.even_batches = True  # in place, as TRL does
+
+    trainer = build(tmp_path, build_model(), args=args)
+
+    direct = build(
+        tmp_path, build_model(), **given, data_seed=7, accelerator_config={"even_batches": True}, num_train_epochs=3
+    )
+    assert trainer.accelerator.config == direct.accelerator.config
+    args.num_train_epochs = direct.args.num_train_epochs
+    assert history_of(trainer) == history_of(direct)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("bf16", True), ("fsdp", True), ("use_cpu", False), ("accelerator_config", {"a": 1})]
+)
+def test_what_other_things_were_made_of_is_refused_when_a_trainer_is_built(tmp_path, name, value):
+    args = arguments(tmp_path)
+    setattr(args, name, value)
+
+    with pytest.raises(ConfigError, match=rf"args\.{name}.* was set to .* after TrainingArguments\(\) had been built"):
+        build(tmp_path, build_model(), args=args)
+
+
 @pytest.mark.parametrize(("name", "value"), [("bf16", True), ("fsdp", True), ("torch_compile", True)])
 def test_a_value_that_the_trainer_is_prepared_for_cannot_change(tmp_path, name, value):
     trainer = build(tmp_path, build_model())

@@ -9,7 +9,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -96,6 +96,13 @@ _COMPAT_FIELDS = ("eval_loss_weighting", "logging_nan_inf_filter")
 """Arguments of the Trainer's alone with such a default."""
 _DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 """Of `accelerator_config`."""
+_ACCUMULATION_OPTIONS = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+"""Of its `gradient_accumulation_kwargs`."""
+_LATE = {
+    **{name: path for name, path in _OPTIONS.items() if name not in ("compat", "ddp_timeout", "use_cpu")},
+    **{f"accelerator_config.{name}": f"data.{name}" for name in _DATA_OPTIONS},
+}
+"""Options of fields that may be assigned until a Trainer is built: the arguments make nothing else of them."""
 _ARGUMENT_NAMES = {
     **{option: name for name, option in _OPTIONS.items()},
     **{f"data.{name}": f"accelerator_config.{name}" for name in _DATA_OPTIONS},
@@ -133,6 +140,12 @@ def _mirrored(name: str) -> Any:
     return _argument(default, documentation().get(option, ""))
 
 
+def _upstreams(name: str) -> Any:
+    """Return a field with upstream's default and help."""
+    item = transformers.TrainingArguments.__dataclass_fields__[name]
+    return field(default=item.default, metadata=item.metadata)
+
+
 @contextlib.contextmanager
 def setting(target: object, **values: Any) -> Iterator[None]:
     """Context in which attributes, most often of arguments, have other values."""
@@ -166,11 +179,16 @@ class TrainingArguments(transformers.TrainingArguments):
         deepspeed: Any = None
         fsdp: Any = None
         fsdp_config: Any = None
+        optim: str = ""
         parallelism_config: Any = None
         max_grad_norm: float = 1.0
         gradient_accumulation_steps: int = 1
         torch_compile_backend: str | None = None
         torch_compile_mode: str | None = None
+    else:
+        # Of upstream's types a command line could give neither optim="muon" nor a mapping as JSON text.
+        optim: str = _upstreams("optim")
+        parallelism_config: dict[str, Any] | str | None = _upstreams("parallelism_config")
 
     compat: Literal["none", "transformers"] = _mirrored("compat")
     eval_loss_weighting: Literal["token", "batch"] | None = _argument(
@@ -310,18 +328,12 @@ class TrainingArguments(transformers.TrainingArguments):
         self.save_policy  # noqa: B018  it checks its two arguments
         check_verify(self.verify)
         self._derive_compile_options()
-        resolve = functools.partial(
-            resolve_arguments,
-            fsdp=self.fsdp,
-            fsdp_config=self.fsdp_config,
-            environ=read_environment(),
-            argument_names=_ARGUMENT_NAMES | {"mixed_precision": "fp16" if self.fp16 else "bf16"},
-        )
-        options = self._explicit_options() | given_options
-        self.resolved = resolve(options)
-        if self.accelerator_config.use_configured_state:
-            self.resolved = resolve(options | _options_of_state(self.resolved))
-        self._check_liger()
+        self._asked = {
+            "explicit": self._explicit_options() | given_options,
+            "fsdp": copy.copy(self.fsdp),
+            "fsdp_config": copy.copy(self.fsdp_config),
+        }
+        self._resolve()
         self._take_compat()
         self.use_cpu = self.resolved.config.use_cpu
         for name in _DATA_OPTIONS:  # so that arguments made of these, by to_dict() for instance, say the same
@@ -344,6 +356,51 @@ class TrainingArguments(transformers.TrainingArguments):
         if (process := find_process()) is not None:
             axis_sizes(self.resolved.config, self.resolved.describe, process.world_size, process.num_nodes)
         self._derived = {name: getattr(self, name) for name in untouched}
+        self._mirrors = self._copy_mirrored()
+
+    def _resolve(self) -> None:
+        resolve = functools.partial(
+            resolve_arguments,
+            fsdp=self._asked["fsdp"],
+            fsdp_config=self._asked["fsdp_config"],
+            environ=read_environment(),
+            argument_names=_ARGUMENT_NAMES | {"mixed_precision": "fp16" if self.fp16 else "bf16"},
+        )
+        self.resolved = resolve(self._asked["explicit"])
+        if self.accelerator_config.use_configured_state:
+            self.resolved = resolve(self._asked["explicit"] | _options_of_state(self.resolved))
+        self._check_liger()
+
+    def _copy_mirrored(self) -> dict[str, Any]:
+        """Return the values of the fields that the configuration is resolved from, as they are now."""
+        data = {f"accelerator_config.{name}": getattr(self.accelerator_config, name, None) for name in _DATA_OPTIONS}
+        values = {name: copy.copy(getattr(self, name, None)) for name in sorted(MIRRORED_FIELDS)}
+        rest = vars(values.pop("accelerator_config")).items() if is_dataclass(self.accelerator_config) else ()
+        return values | data | {f"accelerator_config.{name}": copy.copy(value) for name, value in rest}
+
+    def take_assigned(self) -> None:
+        """Resolve the configuration anew where fields were assigned since it was; libraries do so before a Trainer.
+
+        Raises:
+            ConfigError: one was assigned that more than an option was made of, or a value that the option cannot have.
+        """
+        self._take_checkpointing_policy()
+        before, now = self._mirrors, self._copy_mirrored()
+        changed = [name for name, value in now.items() if name not in before or before[name] != value]
+        for name in changed:
+            option = _LATE.get(name)
+            if option is None:
+                raise ConfigError(
+                    f"args.{name} was set to {now[name]!r} after TrainingArguments() had been built with "
+                    f"{before.get(name)!r}, of which devices, precision or layout were made; give it to "
+                    "TrainingArguments(...)"
+                )
+            self._asked["explicit"].pop(option, None)
+            if now[name] is not None:
+                self._asked["explicit"][option] = now[name]
+        if changed:
+            self._resolve()
+            self._mirrors = now
 
     @property
     def given_fields(self) -> frozenset[str]:
@@ -374,7 +431,10 @@ class TrainingArguments(transformers.TrainingArguments):
                 )
 
     def _check_liger(self) -> None:
-        fuses_loss = self.use_liger_kernel and (self.liger_kernel_config or {}).get("fused_linear_cross_entropy", True)
+        kernels = self.liger_kernel_config or {}
+        if isinstance(kernels, str):  # of a command line; upstream reads it later
+            kernels = json.loads(kernels)
+        fuses_loss = self.use_liger_kernel and kernels.get("fused_linear_cross_entropy", True)
         if fuses_loss and self.resolved.config.loss is not LossImplementation.PLAIN:
             raise ConfigError(
                 "use_liger_kernel replaces the model's forward by one that makes its loss itself, and "
@@ -531,7 +591,19 @@ def _read_accelerator_config(given: Any) -> tuple[AcceleratorConfig, dict[str, A
         values = _read_mapping(given or {})
         names, config = list(values), AcceleratorConfig(**values)
     options = {f"data.{name}": getattr(config, name) for name in _DATA_OPTIONS if name in names}
-    if (sync := (config.gradient_accumulation_kwargs or {}).get("sync_each_batch")) is not None:
+    accumulation = config.gradient_accumulation_kwargs or {}
+    if not isinstance(accumulation, Mapping):
+        raise ConfigError(
+            f"accelerator_config has gradient_accumulation_kwargs={accumulation!r}; give a mapping with some of "
+            f"{', '.join(_ACCUMULATION_OPTIONS)}"
+        )
+    for name in accumulation:
+        if name not in _ACCUMULATION_OPTIONS:
+            raise ConfigError(
+                f"accelerator_config.gradient_accumulation_kwargs has the unknown key {name!r}"
+                f"{did_you_mean(name, _ACCUMULATION_OPTIONS)} Keys: {', '.join(_ACCUMULATION_OPTIONS)}"
+            )
+    if (sync := accumulation.get("sync_each_batch")) is not None:
         options["accumulation.sync_each_batch"] = sync
     return config, options
 

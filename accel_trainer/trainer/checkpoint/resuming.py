@@ -92,9 +92,9 @@ class ResumingMethods(SavingMethods):
             # The arguments are those of the first start: what this job has saved since is newer than what they name.
             found = find_own(checkpoints, Path(self.args.output_dir))
             logger.warning(
-                "the workers were started again, %d time(s): training %s", checkpoints.attempt,
+                "the workers were started again, %d time(s): training %s in %s", checkpoints.attempt,
                 "begins anew, this job had saved no checkpoint" if found is None
-                else "goes on from the newest checkpoint that this job has saved",
+                else "goes on from the newest checkpoint that this job has saved", self.args.output_dir,
             )  # fmt: skip
             given = found or given
         if given is not None and given is not False:

@@ -139,7 +139,14 @@ def test_hybrid_sharding_reads_back_and_is_refused_on_one_process(tmp_path):
             r"dp_replicate_size=2 .*makes 2 process\(es\), and .* has 1",
         ),
         ({"parallelism_config": '{"cp_size": 2}'}, r"cp_size=2 .*makes 2 process\(es\), and .* has 1"),
+        ({"parallelism_config": "{tp_size: 1}"}, "parallelism_config is no valid JSON"),
+        ({"parallelism_config": {"tp_size": "1"}}, "tp_size must be at least 1, but got '1'"),
         ({"accelerator_config": "{"}, "accelerator_config is not valid JSON"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batc": True}}},
+            "unknown key 'sync_each_batc'; did you mean 'sync_each_batch'",
+        ),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": "x"}}, "_kwargs='x'; give a mapping with some of"),
         ({"accelerator_config": {"even_batchs": True}}, "accelerator_config.*even_batchs.*did you mean 'even_batches'"),
         (
             {"accelerator_config": {"even_batches": "x"}},
