@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from accel_trainer.config import Resolved
+from accel_trainer.config import Resolved, SourceKind
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.launch.flags import Options
 from accel_trainer.launch.hosts import hostfile_of
@@ -74,7 +74,7 @@ class _Job:
 def run_scheduled(options: Options) -> int:
     """Print a job for a scheduler, or hand it over, without a look for devices and files of other machines."""
     kind = _kind(options)
-    if kind in ("slurm", "skypilot"):  # the script may be in the image of a container only
+    if kind in ("slurm", "skypilot") or not options.rest:  # the script may be in the image of a container only
         find_command(options, os.environ)
     resolved, _ = resolve_options(options, os.environ, None)
     text = job_text(options, resolved)
@@ -124,6 +124,8 @@ def job_text(options: Options, resolved: Resolved) -> str:
             f"deepspeed_hostfile is set ({resolved.source('deepspeed').where}), and {kind} chooses the machines; leave "
             "it out"
         )
+    if kind != "slurm":
+        _refuse_own_settings(options, resolved, kind)
     _refuse_secrets(options.rest, kind)
     job = _Job(
         kind=kind,
@@ -166,8 +168,25 @@ def _volumes(text: str) -> dict[str, str]:
         source, _, folder = pair.rpartition(":")
         if not source or not folder.startswith("/"):
             raise ConfigError(f"--volume has {pair!r}; expected SOURCE:/FOLDER, such as a claim's name, runs:/runs")
+        if folder in volumes:
+            raise ConfigError(f"--volume mounts {volumes[folder]!r} and {source!r} at {folder}; name two folders")
         volumes[folder] = source
     return volumes
+
+
+def _refuse_own_settings(options: Options, resolved: Resolved, kind: str) -> None:
+    """Refuse settings of this machine, which the job would be checked with and not run with."""
+    if options.config_file is not None and not any(re.match("--config[-_]file", word) for word in options.words):
+        raise ConfigError(
+            f"{options.config_file} would be used here, and is on no machine of a job for {kind}; name a file that is "
+            "there, or a packaged one, with --config_file"
+        )
+    paths = [path for path, _, source in resolved.explain() if source.kind is SourceKind.ENVIRONMENT]
+    if paths:
+        raise ConfigError(
+            f"{', '.join(map(resolved.describe, paths))}: variables of this machine reach no machine of a job for "
+            f"{kind}; give flags, or a file"
+        )
 
 
 def _refuse_secrets(words: Sequence[str], kind: str) -> None:
@@ -208,7 +227,10 @@ def _slurm(job: _Job, options: Options) -> dict[str, Any]:
     else:
         lines.append(f"#SBATCH --cpus-per-task={job.num_cpus}")
         binding = f"--cpus-per-task={job.num_cpus}"  # srun does not take over sbatch's
-    lines += [f"#SBATCH --{name}={value}" for name, value in job.resources.items()]
+    lines += [
+        f'#SBATCH --{name}="{value}"' if re.search(r"\s", value) else f"#SBATCH --{name}={value}"
+        for name, value in job.resources.items()
+    ]
     return {
         "resources": "\n".join(lines),
         "log": "%x-%A_%a.log" if "array" in job.resources else "%x-%j.log",
@@ -221,11 +243,6 @@ def _slurm(job: _Job, options: Options) -> dict[str, Any]:
 def _kubernetes(job: _Job, options: Options) -> dict[str, Any]:
     if job.image is None:
         raise ConfigError(f"a job for {job.kind} wants the container's image; give it with --image")
-    if options.config_file is not None and not any(re.match("--config[-_]file", word) for word in options.words):
-        raise ConfigError(
-            f"{options.config_file} would be used here, and is in no container; name a file of the image, or a "
-            "packaged one, with --config_file"
-        )
     labels, variables = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}, []
     if job.kind == "jobset":  # what Kubeflow's operator tells each machine
         labels, variables = {"app": job.name}, _machine_variables(job)
@@ -239,7 +256,7 @@ def _kubernetes(job: _Job, options: Options) -> dict[str, Any]:
             "save_seconds": job.save_seconds,
             "labels": json.dumps(labels),
             "image": json.dumps(job.image),
-            "command": json.dumps([word.replace("$(", "$$(") for word in job.command]),  # $(NAME) is a variable
+            "command": json.dumps([word.replace("$", "$$") for word in job.command]),  # $(NAME) is a variable, $$ a $
             "variables": json.dumps(variables),
             "secrets": json.dumps([{"secretRef": {"name": name}} for name in job.secrets]),
             "resources": json.dumps(_container_resources(job)),
@@ -279,7 +296,10 @@ def _machine_variables(job: _Job) -> list[dict[str, Any]]:
 
 
 def _skypilot(job: _Job, options: Options) -> dict[str, Any]:
-    resources: dict[str, Any] = {name: yaml.safe_load(value) for name, value in job.resources.items()}
+    try:
+        resources: dict[str, Any] = {name: yaml.safe_load(value) for name, value in job.resources.items()}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--resources has a value that is no YAML: {error}; put it in quotes of its own") from None
     if not job.resolved.config.use_cpu:
         name, _, count = job.resources.get("accelerators", "").partition(":")
         if not name or count not in ("", str(job.num_local_processes)):

@@ -37,7 +37,7 @@ from accel_trainer.launch.config_file import (
     load_config_from_file,
     write_basic_config,
 )
-from accel_trainer.launch.flags import launch_flags, options_parser, parse_options, print_help
+from accel_trainer.launch.flags import launch_flags, options_parser, print_help
 from accel_trainer.launch.job import check_job, option_rows, plan_job, read_options, resolve_options
 from accel_trainer.launch.machine import device_files
 from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
@@ -81,7 +81,7 @@ def launch_command(args: argparse.Namespace) -> None:
         CalledProcessError: the job failed; what it says is on stderr.
     """
     words = [*_words(args), "--", args.training_script, *args.training_script_args]
-    plan_job(parse_options(words, "accel-trainer launch"), os.environ)
+    plan_job(read_options(words, "accel-trainer launch", os.environ), os.environ)
     _run("launch", words)
 
 

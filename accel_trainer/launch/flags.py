@@ -316,7 +316,7 @@ def parse_options(argv: Sequence[str], command: str) -> Options:
     entries: list[Entry] = []
     sizes: dict[str, Entry] = {}
     for flag, value, written, words in given:
-        if flag.name not in OF_JOBS:
+        if flag.name not in (*OF_JOBS, "dry_run"):
             options.words += tuple(words)
         if flag.path == _PARALLELISM:
             size = int(value) if value.isdecimal() else value

@@ -87,7 +87,7 @@ def agent_options(resolved: Resolved) -> list[str]:
 
 def hostfile_of(resolved: Resolved) -> str:
     """Return the path of the hostfile that a job is configured with, or nothing."""
-    return str(resolved.config.deepspeed.get("deepspeed_hostfile") or "")
+    return os.path.expanduser(str(resolved.config.deepspeed.get("deepspeed_hostfile") or ""))
 
 
 def plan_hosts(resolved: Resolved) -> HostJob | None:
@@ -96,6 +96,7 @@ def plan_hosts(resolved: Resolved) -> HostJob | None:
         return None
     launch = resolved.config.launch
     hostfile, include, exclude, launcher = (str(resolved.config.deepspeed.get(key) or "") for key in LAUNCH_FIELDS)
+    hostfile = os.path.expanduser(hostfile)
     launcher, known = launcher.lower(), (_STANDARD, *_PROGRAMS)
     if launcher and launcher not in known:
         raise ConfigError(
@@ -253,10 +254,15 @@ def run_on_hosts(job: HostJob, command: Sequence[str], environ: Mapping[str, str
 
         def pass_on(number: int, frame: object) -> None:
             # With pdsh the runner ends the workers on its machines; otherwise it dies and leaves them running.
+            if number == signal.SIGHUP:  # of which the runner knows nothing
+                number = signal.SIGTERM
             with contextlib.suppress(ProcessLookupError):
                 (os.kill if _is_by_shell(job) else os.killpg)(runner.pid, number)
 
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)
+        before = {number: signal.signal(number, pass_on) for number in numbers}
         try:
             code = runner.wait()
         finally:

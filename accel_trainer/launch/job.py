@@ -160,6 +160,10 @@ def plan_job(options: Options, environ: Mapping[str, str]) -> Job:
         environment = with_stand_in(environment)
     if is_rank:
         environment |= {name: environ[name] for name in _RANK_VARIABLES if name in environ}
+        for name, path in (("MASTER_ADDR", "launch.main_process_ip"), ("MASTER_PORT", "launch.main_process_port")):
+            kind = resolved.source(path).kind
+            if kind is SourceKind.CLI or kind is SourceKind.FILE and name not in environ:
+                environment[name] = str(resolved.value(path))
     return Job(resolved, command, environment, num_local, needs_group, hosts, outer)
 
 

@@ -136,7 +136,9 @@ def find_outer_job(environ: Mapping[str, str]) -> OuterJob | None:
         return None
     variables = tuple(name for name in _NAMES[info.launcher] if name in environ)
     if _is_machine(info, environ):
-        options = {"main_process_ip": info.main_address, "main_process_port": info.main_port}
+        # A port that no variable of MPI says is below what a file says.
+        port = info.main_port if info.launcher != "MPI" or "MASTER_PORT" in environ else None
+        options = {"main_process_ip": info.main_address, "main_process_port": port}
         return OuterJob(variables, info.world_size, info.rank, options=options)
     num_machines = max(1, info.world_size // info.local_world_size)
     return OuterJob(variables, num_machines, info.rank // info.local_world_size, rank=info)

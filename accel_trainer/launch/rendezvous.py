@@ -68,10 +68,15 @@ def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
 
 
 def _rendezvous_of_torch(launch: LaunchConfig, address: str, port: int, settings: dict[str, str]) -> RendezvousHandler:
-    run_id = settings.pop("rdzv_id", "accel_trainer")
+    run_id, most = settings.pop("rdzv_id", "accel_trainer"), launch.num_machines
     if launch.rdzv_backend == "c10d":
         settings.setdefault("is_host", str(hosts_store(launch)))
-    endpoint, most = f"{bracket_ipv6(address)}:{port}", launch.num_machines
+        limit = settings.pop("timeout", str(_START_UP_SECONDS))
+        if settings["is_host"].lower() not in ("true", "1", "t", "yes", "y"):
+            # torch tries for a minute, and a machine may take longer to boot.
+            BoundRendezvous(address, port, launch.machine_rank, most, {"timeout": limit}).reach("this machine")
+        settings.setdefault("join_timeout", limit)
+    endpoint = f"{bracket_ipv6(address)}:{port}"
     fewest = launch.min_machines or most
     if fewest < most:
         settings = _ELASTIC_SETTINGS | settings
@@ -158,7 +163,7 @@ class BoundRendezvous(StaticTCPRendezvous):
                 master_listen_fd=listener.detach(),
             )
         else:
-            self._store = self._reach()
+            self._store = self.reach(f"machine {self.rank}")
         if self.world_size > 1:
             self._wait_for_all(self._store)
         store_info = RendezvousStoreInfo(self.master_addr, self._bound_port)
@@ -168,8 +173,8 @@ class BoundRendezvous(StaticTCPRendezvous):
         """Return one more connection to the store, for a thread that must not wait behind others."""
         return TCPStore(self.master_addr, self._bound_port, is_master=False, timeout=timedelta(seconds=_LOST_SECONDS))
 
-    def _reach(self) -> TCPStore:
-        """Return a connection to the store on machine 0, which may not be there yet."""
+    def reach(self, who: str) -> TCPStore:
+        """Return a connection to the store on machine 0, which may not be there yet; `who` is said to wait for it."""
         problem: OSError | RuntimeError | None = None
 
         def is_there() -> bool:
@@ -186,7 +191,7 @@ class BoundRendezvous(StaticTCPRendezvous):
             return f"machine 0 at {place}; start it there, or correct --main_process_ip"
 
         try:
-            if self._wait(is_there, whom):
+            if self._wait(who, is_there, whom):
                 return TCPStore(self.master_addr, self.master_port, is_master=False, timeout=self.timeout)
         except RuntimeError as error:  # something else listens there
             problem = error
@@ -208,7 +213,8 @@ class BoundRendezvous(StaticTCPRendezvous):
 
         try:
             store.set(keys[self.rank], "1")
-            problem = "" if self._wait(lambda: store.check(list(keys.values())), whom) else missing()
+            is_complete = self._wait(f"machine {self.rank}", lambda: store.check(list(keys.values())), whom)
+            problem = "" if is_complete else missing()
         except RuntimeError as error:
             raise ProcessGroupError(
                 f"machine 0 at {self.master_addr} port {self._bound_port} has ended before all {self.world_size} "
@@ -221,7 +227,7 @@ class BoundRendezvous(StaticTCPRendezvous):
                 "--machine_rank and the firewall, or give it more time with --rdzv_conf timeout=SECONDS"
             )
 
-    def _wait(self, is_there: Callable[[], bool], whom: Callable[[], str]) -> bool:
+    def _wait(self, who: str, is_there: Callable[[], bool], whom: Callable[[], str]) -> bool:
         """Wait until somebody is there, and say every 10 s for whom; return False when the time is over."""
         start, said = time.monotonic(), 0
         while not is_there():
@@ -230,7 +236,7 @@ class BoundRendezvous(StaticTCPRendezvous):
                 return False
             if waited - said >= _NOTICE_SECONDS:
                 said += _NOTICE_SECONDS
-                write_stderr(f"accel-trainer launch: machine {self.rank} has waited {said} s for {whom()}")
+                write_stderr(f"accel-trainer launch: {who} has waited {said} s for {whom()}")
             time.sleep(_POLL_SECONDS)
         return True
 

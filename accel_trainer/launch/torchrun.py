@@ -27,11 +27,11 @@ from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from accel_trainer.config import LaunchConfig, RankLossAction
 from accel_trainer.config.dialects.environment import ATTEMPT_VARIABLE
-from accel_trainer.errors import ConfigError, HangError
+from accel_trainer.errors import ConfigError, HangError, ProcessGroupError
 from accel_trainer.launch.machine import set_tpu_variables
 from accel_trainer.launch.rendezvous import (
     BoundRendezvous,
@@ -143,7 +143,7 @@ def run_workers(job: AgentJob) -> int:
             agent = _Agent(job, logs, guard)
             code = 1
             try:
-                code = _run_agent(agent)
+                code = _run_agent(agent, job)
             finally:
                 agent.leave(code)
     return code
@@ -178,7 +178,7 @@ def _guard(grace_seconds: int) -> Iterator[Callable[[str], None]]:
             shell.communicate()
 
 
-def _run_agent(agent: _Agent) -> int:
+def _run_agent(agent: _Agent, job: AgentJob) -> int:
     global _raised
     _raised = None
     try:
@@ -189,6 +189,13 @@ def _run_agent(agent: _Agent) -> int:
         if agent.exits and first is None:
             return 0
         return shell_code(first.code) if first else 128 + int(caught.sigval)
+    except RendezvousTimeoutError as error:
+        launch = job.launch
+        raise ProcessGroupError(
+            f"fewer than {launch.min_machines or launch.num_machines} machines came to {launch.main_process_ip} in "
+            "time; start the job there, check main_process_ip and the firewall, or give it more time with --rdzv_conf "
+            "timeout=SECONDS"
+        ) from error
     except RendezvousConnectionError:  # torch's own looks at its store, whose machine is gone
         failure = agent.wait_for_failure_elsewhere()
         if failure is None:
@@ -226,12 +233,14 @@ def _raise_signal(number: int, _frame: Any) -> None:
 def _signals_held_back() -> Iterator[None]:
     """Handle signals from now on, but raise the first one that comes in the block only behind it."""
     arrived: list[int] = []
-    for number in _SIGNALS:
+    # Under nohup a terminal that closes is none of the job's business.
+    handled = [each for each in _SIGNALS if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
+    for number in handled:
         signal.signal(number, lambda number, _frame: arrived.append(number))
     try:
         yield
     finally:
-        for number in _SIGNALS:
+        for number in handled:
             signal.signal(number, _raise_signal)
     if arrived:
         _raise_signal(arrived[0], None)
@@ -673,7 +682,7 @@ def log_destination(launch: LaunchConfig) -> Iterator[DefaultLogsSpecs]:
     """Yield the destination of the workers' output: the console, and with a log folder files; none stay behind else."""
     tee = Std.from_str("3" if launch.log_dir and launch.tee == "0" else launch.tee)
     with contextlib.ExitStack() as stack:
-        folder = launch.log_dir or os.devnull
+        folder = os.path.expanduser(launch.log_dir or os.devnull)
         if tee and not launch.log_dir:
             temporary = tempfile.TemporaryDirectory(prefix="accel_trainer_", ignore_cleanup_errors=True)
             folder = stack.enter_context(temporary)

@@ -49,10 +49,10 @@ def test_a_slurm_script_asks_for_the_machines_of_the_job(capsys: pytest.CaptureF
         "job-name=train-it",
         "nodes=2",
         "ntasks-per-node=1",
-        "gpus-per-node=2",
-        "exclusive",
         "output=%x-%j.log",
         "open-mode=append",
+        "gpus-per-node=2",
+        "exclusive",
         "requeue",
         "signal=USR1@180",
     ]
@@ -212,9 +212,13 @@ def test_a_task_of_skypilot_has_machines_bucket_secrets_and_recovery(
 
 def test_what_a_slurm_job_is_asked_for_stands_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--resources", "partition=gpu,time=24:00:00,array=0-3,7%2", "--preemption_grace_seconds", "300"]
-    text = printed(capsys, "--print", "slurm", *words, *JOB, "train_it.py")
+    text = printed(capsys, "--print", "slurm", "--dry_run", *words, *JOB, "train_it.py")
+    assert "dry_run" not in text
     for line in ("partition=gpu", "time=24:00:00", "array=0-3,7%2", "output=%x-%A_%a.log", "signal=USR1@360"):
         assert f"#SBATCH --{line}\n" in text
+    text = printed(capsys, *SLURM, "--resources", "output=/logs/%j.log,comment=a b", *JOB, "train_it.py")
+    assert '#SBATCH --comment="a b"\n' in text
+    assert text.rindex("--output=/logs/%j.log\n") > text.rindex("--output=%x-%j.log\n")  # sbatch takes the last
 
 
 def test_a_job_is_handed_to_the_scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +247,12 @@ def test_a_job_is_handed_to_the_scheduler(folder: Path, monkeypatch: pytest.Monk
             "--license_key: the value would stand in the file for kubernetes",
         ),
         ([*SLURM, *JOB, "missing.py"], "script 'missing.py' does not exist"),
+        (["--print", "kubernetes", "--image", "i", *JOB], "no script to launch"),
+        (
+            ["--print", "kubernetes", "--image", "i", "--volume", "a:/x,b:/x", *JOB, "x.py"],
+            "mounts 'a' and 'b' at /x; name two folders",
+        ),
+        (["--print", "skypilot", "--cpu", "--resources", "infra=@x", *JOB, "train_it.py"], "a value that is no YAML"),
         ([*SLURM, *JOB, "--parallel_tp_size", "5", "train_it.py"], r"parallel.tp_size=5 .* makes 5 process\(es\)"),
         (
             [*SLURM, "--image", "i", "--volume", "a:/a", *JOB, "train_it.py"],
@@ -285,5 +295,17 @@ def test_the_default_file_of_this_machine_is_in_no_container(folder: Path, capsy
     assert main(["config", "default", "--config_file", str(folder / "hf/accel_trainer/default_config.yaml")]) == 0
     words = ["--print", "kubernetes", "--image", "a", *JOB]
     assert main(["launch", *words, "x.py"]) == 2
-    assert "default_config.yaml would be used here, and is in no container" in capsys.readouterr().err
+    assert "default_config.yaml would be used here, and is on no machine of a job for kub" in capsys.readouterr().err
+    assert main(["launch", "--print", "skypilot", "--resources", "accelerators=H100", *JOB, "train_it.py"]) == 2
+    assert "default_config.yaml would be used here, and is on no machine of a job for sky" in capsys.readouterr().err
     assert main(["launch", *words, "--config-file=full_shard", "x.py"]) == 0
+
+
+@pytest.mark.usefixtures("folder")
+def test_variables_of_this_machine_are_in_no_container(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert main(["launch", "--print", "kubernetes", "--image", "a", *JOB, "x.py"]) == 2
+    assert re.search("mixed_precision=bf16 .*: variables of this machine reach no machine", capsys.readouterr().err)
+    assert main(["launch", *SLURM, *JOB, "train_it.py"]) == 0  # sbatch takes them along

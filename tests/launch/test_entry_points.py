@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,17 @@ def test_a_failing_script_is_an_error_with_its_code(tmp_path: Path) -> None:
     script.write_text("raise SystemExit(3)")
     with pytest.raises(RankFailure, match=r"subprocess\.CalledProcessError: .* exit status 3"):
         run_ranks(launch_as_a_program, 1, ["--cpu", str(script)], str(tmp_path / "output"), env=warm.ALONE)
+
+
+def test_the_default_file_counts_as_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "accel_trainer").mkdir()
+    (tmp_path / "accel_trainer/default_config.yaml").write_text("strategy: fsdp2\nuse_cpu: true\n")
+    started: list[Any] = []
+    monkeypatch.setattr(subprocess, "run", lambda words: started.append(words) or subprocess.CompletedProcess(words, 0))
+    (script := tmp_path / "train.py").touch()
+    launch_command(launch_command_parser().parse_args(["--fsdp_cpu_offload", "false", "--num_processes=1", str(script)]))
+    assert started
 
 
 def test_a_job_that_cannot_run_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

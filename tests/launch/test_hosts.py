@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import shlex
+import signal
 import stat
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.ranks import free_port, preload, run_ranks
 
 preload("deepspeed")
 
+LAUNCH = json.dumps({"config_file": None, "flags": {"deepspeed": {"zero_stage": 2}}})
 PROGRAMS = ("pdsh", "ssh", "ompi_info", "mpirun", "mpiname", "sinfo", "srun")
 
 SCRIPT = """
@@ -162,8 +164,7 @@ def run(job: HostJob | None, folder: Path, words: list[str], **environ: str) -> 
     assert job is not None
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    launch = json.dumps({"config_file": None, "flags": {"deepspeed": {"zero_stage": 2}}})
-    variables = {**os.environ, "DS_ACCELERATOR": "cpu", "ACCEL_TRAINER_LAUNCH": launch, "OMP_NUM_THREADS": "3"}
+    variables = {**os.environ, "DS_ACCELERATOR": "cpu", "ACCEL_TRAINER_LAUNCH": LAUNCH, "OMP_NUM_THREADS": "3"}
     command = [sys.executable, "-u", str(script), *words]
     [code] = run_ranks(run_from_fork, 1, folder, job, command, variables | environ, env=warm.ALONE, timeout=100)
     return code, {int(path.stem[5:]): json.loads(path.read_text()) for path in folder.glob("facts*.json")}
@@ -185,6 +186,25 @@ def test_the_runner_starts_the_slots_of_this_machine(tmp_path: Path, monkeypatch
         assert seen["argv"] == words
         assert (seen["LOCAL_RANK"], seen["WORLD_SIZE"], seen["MASTER_ADDR"]) == (str(rank), "2", "127.0.0.1")
         assert (seen["DS_ACCELERATOR"], seen["OMP_NUM_THREADS"]) == ("cpu", "3")
+
+
+def hang_up(folder: Path, job: HostJob, environ: dict[str, str]) -> int:
+    """Run a script whose ranks close the launcher's terminal."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    (script := folder / "hangs_up.py").write_text(
+        f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGHUP)\ntime.sleep(60)\n"
+    )
+    return run_from_fork(folder, job, [sys.executable, "-u", str(script)], environ)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("programs")
+def test_a_terminal_that_closes_ends_the_workers_of_the_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.chdir(tmp_path)
+    job = plan(tmp_path, "localhost slots=2\n")
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "ACCEL_TRAINER_LAUNCH": LAUNCH}
+    assert run_ranks(hang_up, 1, tmp_path, job, environ, env=warm.ALONE, timeout=50) == [128 + signal.SIGTERM]
 
 
 # What pdsh does on the second machine, with a process of this one: -w HOSTS, the command, %n the number of the host.

@@ -82,12 +82,12 @@ def plan(tmp_path: Path, words: list[str], environ: dict[str, str]) -> Job:
         pytest.param(PYTORCH_JOB_OF_RANKS, ("job-master-0", 23456), 2, id="PyTorchJob of ranks"),
         pytest.param(TRAIN_JOB_V2, ("job-node-0-0.job", 29400), 2, id="TrainJob"),
         pytest.param(SRUN_ONE_PER_NODE, ("gpu07", 12041), 1, id="srun"),
-        pytest.param(OPEN_MPI_ONE_PER_NODE, ("node0", 29500), 1, id="Open MPI"),
-        pytest.param(MPICH_ONE_PER_NODE, ("node0", 29500), 1, id="MPICH"),
+        pytest.param(OPEN_MPI_ONE_PER_NODE, ("node0", None), 1, id="Open MPI"),
+        pytest.param(MPICH_ONE_PER_NODE, ("node0", None), 1, id="MPICH"),
     ],
 )
 def test_the_only_launcher_of_a_machine_starts_that_machines_ranks(
-    tmp_path: Path, script: str, environ: dict[str, str], address: tuple[str, int], num_local: int
+    tmp_path: Path, script: str, environ: dict[str, str], address: tuple[str, int | None], num_local: int
 ) -> None:
     job = plan(tmp_path, ["--cpu", script], environ)
     launch = job.resolved.config.launch
@@ -129,6 +129,17 @@ def test_a_launcher_in_place_of_a_rank_runs_the_script_as_that_rank(
     assert environ.items() <= job.environment.items()
     assert job.outer is not None
     assert job.outer.describe().startswith(f"this is rank {world_size - 1} of {world_size} (by ")
+
+
+def test_an_address_of_the_command_line_is_that_of_a_rank(tmp_path: Path, script: str) -> None:
+    (tmp_path / "port.yaml").write_text("launch: {main_process_port: 29600}\n")
+    words = ["--cpu", "--config_file", str(tmp_path / "port.yaml"), script]
+    assert plan(tmp_path, words, OPEN_MPI).environment["MASTER_PORT"] == "29600"
+    assert plan(tmp_path, words, OPEN_MPI_ONE_PER_NODE).resolved.config.launch.main_process_port == 29600
+    assert plan(tmp_path, words, RAY_TRAIN).environment["MASTER_PORT"] == "41000"
+    flags = ["--main_process_ip", "10.0.0.9", "--main_process_port", "29777", *words]
+    environment = plan(tmp_path, flags, RAY_TRAIN).environment
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.9", "29777")
 
 
 @pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_JOB_ID": "3", "SLURM_NNODES": "2"}])

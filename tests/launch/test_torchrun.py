@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.launch.rendezvous import BoundRendezvous, build_rendezvous, parse_settings
 from accel_trainer.launch.torchrun import AgentJob, run_workers
 from tests import warm
-from tests.ranks import free_port
+from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,6 +59,26 @@ def test_a_machine_0_that_is_not_there_is_named() -> None:
     handler = BoundRendezvous("127.0.0.1", free_port(), 1, 2, {"timeout": "1"})
     with pytest.raises(ProcessGroupError, match=r"machine 0 was not reached at 127\.0\.0\.1 port \d+ within 1 s"):
         handler.next_rendezvous()
+
+
+def test_a_machine_that_nobody_joins_is_named_and_so_is_a_store_that_is_not_there() -> None:
+    meeting = {"num_machines": 2, "main_process_ip": "127.0.0.1", "rdzv_backend": "c10d", "rdzv_conf": "timeout=1"}
+    launch = LaunchConfig(**meeting, main_process_port=free_port())
+    with pytest.raises(ProcessGroupError, match="fewer than 2 machines came to 127.0.0.1 in time; .* timeout=SECONDS"):
+        run_workers(AgentJob(("true",), {}, 1, launch, use_cpu=True))
+    launch = LaunchConfig(**(meeting | {"rdzv_conf": "timeout=1,is_host=0"}), main_process_port=free_port())
+    with pytest.raises(ProcessGroupError, match="machine 0 was not reached at 127.0.0.1 port .* within 1 s"):
+        run_workers(AgentJob(("true",), {}, 1, launch, use_cpu=True))
+
+
+def run_under_nohup() -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    words = ("sh", "-c", f"kill -HUP {os.getpid()}; sleep 0.5")
+    return run_workers(AgentJob(words, {}, 1, LaunchConfig(), use_cpu=True))
+
+
+def test_under_nohup_a_terminal_may_close() -> None:
+    assert run_ranks(run_under_nohup, 1, env=warm.ALONE) == [0]
 
 
 TWO: dict[str, Any] = {"num_machines": 2, "main_process_ip": "127.0.0.1"}
