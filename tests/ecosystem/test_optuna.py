@@ -87,7 +87,9 @@ def test_every_rank_gets_the_best_run_and_each_trial_its_checkpoints(searches, s
         ("data_seed", [3, 4], {}),
     ],
 )  # fmt: skip
-def test_a_trial_trains_with_its_own_values(tmp_path: Path, name: str, values: list[Any], given: dict[str, Any]) -> None:
+def test_a_trial_trains_with_its_own_values(
+    tmp_path: Path, name: str, values: list[Any], given: dict[str, Any]
+) -> None:
     trainer = build(tmp_path, "single", lambda: build_model(), max_steps=2, logging_steps=1, **given)
     losses = {}
 

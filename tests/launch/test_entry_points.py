@@ -94,7 +94,9 @@ def test_the_default_file_counts_as_on_the_command_line(tmp_path: Path, monkeypa
     started: list[Any] = []
     monkeypatch.setattr(subprocess, "run", lambda words: started.append(words) or subprocess.CompletedProcess(words, 0))
     (script := tmp_path / "train.py").touch()
-    launch_command(launch_command_parser().parse_args(["--fsdp_cpu_offload", "false", "--num_processes=1", str(script)]))
+    launch_command(
+        launch_command_parser().parse_args(["--fsdp_cpu_offload", "false", "--num_processes=1", str(script)])
+    )
     assert started
 
 

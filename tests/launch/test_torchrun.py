@@ -64,10 +64,12 @@ def test_a_machine_0_that_is_not_there_is_named() -> None:
 def test_a_machine_that_nobody_joins_is_named_and_so_is_a_store_that_is_not_there() -> None:
     meeting = {"num_machines": 2, "main_process_ip": "127.0.0.1", "rdzv_backend": "c10d", "rdzv_conf": "timeout=1"}
     launch = LaunchConfig(**meeting, main_process_port=free_port())
-    with pytest.raises(ProcessGroupError, match="fewer than 2 machines came to 127.0.0.1 in time; .* timeout=SECONDS"):
+    with pytest.raises(
+        ProcessGroupError, match=r"fewer than 2 machines came to 127\.0\.0\.1 in time; .* timeout=SECONDS"
+    ):
         run_workers(AgentJob(("true",), {}, 1, launch, use_cpu=True))
     launch = LaunchConfig(**(meeting | {"rdzv_conf": "timeout=1,is_host=0"}), main_process_port=free_port())
-    with pytest.raises(ProcessGroupError, match="machine 0 was not reached at 127.0.0.1 port .* within 1 s"):
+    with pytest.raises(ProcessGroupError, match=r"machine 0 was not reached at 127\.0\.0\.1 port .* within 1 s"):
         run_workers(AgentJob(("true",), {}, 1, launch, use_cpu=True))
 
 
