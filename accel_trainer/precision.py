@@ -76,6 +76,8 @@ class PrecisionPolicy:
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         """Return the context in which operations compute in this policy's dtype."""
+        if not self.autocast_enabled:
+            return torch.autocast(device_type, enabled=False)
         if self.compute is None:
             return nullcontext()
         return torch.autocast(
@@ -315,10 +317,13 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def apply_autocast(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Run `model`'s forward under autocast from now on; does nothing when the policy computes in full precision."""
-    if policy.compute is None or isinstance(model.__dict__.get("forward"), AutocastForward):
+    """Run `model`'s forward under this policy's autocast from now on, and under no earlier one's."""
+    forward = model.__dict__.get("forward")
+    if isinstance(forward, AutocastForward) and forward.policy == policy:
         return
-    model.forward = AutocastForward(model, policy)
+    remove_autocast(model)
+    if policy.compute is not None:
+        model.forward = AutocastForward(model, policy)
 
 
 def remove_autocast(model: nn.Module) -> None:

@@ -202,9 +202,12 @@ def test_two_applications_do_not_stack_and_removing_restores_the_class_forward()
     inner = model.forward
     apply_autocast(model, BF16)
     assert model.forward is inner
-    remove_autocast(model)
-    remove_autocast(model)
+    apply_autocast(model, dataclasses.replace(BF16, output=None))  # of another Accelerator
+    assert model(torch.ones(1, 4))[0].dtype is torch.bfloat16
+    model.seen.clear()
     apply_autocast(model, build_precision("no", CPU))  # puts nothing on
+    assert "forward" not in vars(model)
+    remove_autocast(model)
     assert "forward" not in vars(model)
     model(torch.ones(1, 4))
     assert model.seen == [torch.float32]

@@ -265,13 +265,34 @@ class AcceleratedOptimizer(Optimizer):
         self.prepared[0].unit.zero_grad(set_to_none, optimizer=self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters of the prepared models; a ConfigError where an engine has laid them out."""
+        """Add a group of parameters of the prepared models, also as they were before `prepare()` replaced them.
+
+        Raises:
+            ConfigError: an engine has laid out its parameters, or some are of no model of this optimizer, on several
+                ranks.
+        """
         if any(prepared.unit.fixes_parameters for prepared in self.prepared):
             raise ConfigError(
                 f"{type(self.optimizer).__name__} is in an engine, which trains the parameters that it was built with; "
                 "call free_memory(), and prepare the model with an optimizer of all groups"
             )
-        self.optimizer.add_param_group(param_group)
+        known = {key: own for each in self.prepared for key, own in each.unit.known_parameters().items()}
+        given = param_group["params"]
+        entries = [given] if isinstance(given, Tensor) else list(given)  # with names, or without
+        parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+        unknown = sum(id(parameter) not in known for parameter in parameters)
+        if unknown and self.prepared and self._replica_check is not None:
+            raise ConfigError(
+                f"{unknown} of {len(parameters)} parameters of the new group belong to no model that "
+                f"{type(self.optimizer).__name__} was prepared with: each rank would train its own; prepare the model "
+                "that they are of, and the optimizer with it"
+            )
+        own = [known.get(id(parameter), parameter) for parameter in parameters]
+        named = [
+            (entry[0], parameter) if isinstance(entry, tuple) else parameter
+            for entry, parameter in zip(entries, own, strict=True)
+        ]
+        self.optimizer.add_param_group({**param_group, "params": named})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state."""

@@ -388,7 +388,8 @@ class AcceleratorStepping(AcceleratorSettings):
         if norm is not None:
             self._last_grad_norm = norm
             if self.nonfinite_guard is not None and not self.nonfinite_guard.is_late:
-                self.nonfinite_guard.norm = norm
+                before = self.nonfinite_guard.norm  # of another part of the gradients
+                self.nonfinite_guard.norm = norm if before is None else norm + before
         return self._last_grad_norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:

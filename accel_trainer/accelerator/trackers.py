@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor, profiler
 
@@ -101,7 +102,7 @@ class Trackers:
         if self.chosen and not self._is_open:
             logger.warning_once("log() was called before init_trackers(): nothing is stored")
         if self.opened:
-            plain = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in values.items()}
+            plain = {name: _plain_number(value) for name, value in values.items()}
             for tracker in self.opened:
                 self._call(tracker, "log", dict(plain), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
@@ -291,7 +292,13 @@ class AcceleratorTracking(AcceleratorSettings):
         if not self._data_config.split_batches:
             for scheduler in self._prepared.schedulers:
                 scheduler.warn_of_rest(self.num_processes)
-        if self.process.is_distributed:
+        if self.process.is_distributed and dist.is_initialized():  # a second call finds it left
             # Nobody leaves while another rank still needs the group.
             dist.barrier()
         self.state.destroy_process_group()
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a tensor of one element, or a number of NumPy's, as Python's; trackers take those alone for numbers."""
+    is_number = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+    return value.item() if is_number else value

@@ -42,11 +42,13 @@ from accel_trainer.strategies.single import (
     require_values,
 )
 
+_UNLIKE = "DDP would leave its gradients unlike on each rank"
+
 
 class DDPUnit(NativeUnit):
     """A module replicated over the ranks."""
 
-    def __init__(self, model: nn.Module, module: nn.Module, job: TrainJob) -> None:
+    def __init__(self, model: nn.Module, module: nn.Module, job: TrainJob, *, is_distributed: bool) -> None:
         """Take a wrapped model, or one whose gradients nobody averages."""
         super().__init__(model, module, job.loss_scale)
         self._replicas = model if isinstance(model, DistributedDataParallel) else None
@@ -58,12 +60,17 @@ class DDPUnit(NativeUnit):
         self._hooks: list[RemovableHandle] = []
         self._buffers = KeptBuffers(module)
         self._updates_locally, self._has_comm_hook = job.config.local_steps is not None, job.comm_hook is not None
-        self._frozen = () if self._replicas is None else tuple(p for p in module.parameters() if not p.requires_grad)
+        is_apart = self._replicas is None and (job.evaluation_only or not is_distributed)
+        self._frozen = () if is_apart else tuple(p for p in module.parameters() if not p.requires_grad)
         """Parameters that DDP averages no gradients of."""
+        if self._frozen:
+            # Also in the forward: another model's backward may train this one.
+            model.frozen_when_prepared = self._frozen  # type: ignore[assignment]
+            self._hooks.append(model.register_forward_pre_hook(_check_frozen))
         if self._replicas is not None:
             self.local_replicas = LocalReplicas(self._replicas, self.optimizers, is_asked_for=self._updates_locally)
             _outlive_reducer(self._replicas)
-            self._hooks = [self._replicas.register_forward_pre_hook(_note_call), *self._watch_gradients()]
+            self._hooks += [self._replicas.register_forward_pre_hook(_note_call), *self._watch_gradients()]
 
     @section("backward")
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -71,9 +78,9 @@ class DDPUnit(NativeUnit):
 
         Raises:
             ConfigError: a parameter was frozen when the model was prepared, and is trained now; or this is a second
-                backward of one forward.
+                backward of one forward, or of two.
         """
-        check_frozen(self.module, self._frozen, "DDP would leave its gradients unlike on each rank")
+        check_frozen(self.module, self._frozen, _UNLIKE)
         if self._replicas is not None:
             # DDP exchanges in the first backward alone: the second adds this rank's own gradients to the mean, and
             # replicas drift apart without a word.
@@ -113,6 +120,14 @@ class DDPUnit(NativeUnit):
                     "object, unwrap_model(model), or another method than forward). Call the prepared model, whose "
                     "forward may call the other method, or use strategy 'fsdp2'"
                 )
+            given = unit._replicas.given
+            if id(parameter) in given and not unit._replicas.static_graph:
+                raise ConfigError(
+                    f"a second backward reached parameters of {name} since its last forward, and DDP exchanges "
+                    "gradients in the first only: replicas would drift apart; add the losses and call backward() once, "
+                    "call backward() behind each forward, or use strategy 'fsdp2'"
+                )
+            given.add(id(parameter))
 
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         for place in {0, len(trained) // 2, len(trained) - 1}:
@@ -258,6 +273,14 @@ def _note_call(replicas: nn.Module, *args: Any) -> None:
     """Remember that a forward prepares an exchange. A forward pre-hook that can be pickled with its wrapper."""
     if torch.is_grad_enabled():
         replicas.was_called, replicas.has_taken_backward = True, False  # type: ignore[assignment]
+        replicas.given = set()  # type: ignore[assignment]
+
+
+def _check_frozen(model: nn.Module, *args: Any) -> None:
+    """Refuse to train what was frozen when the model was prepared. A forward pre-hook, to be pickled as well."""
+    if torch.is_grad_enabled():
+        module = model.module if isinstance(model, DistributedDataParallel) else model
+        check_frozen(module, getattr(model, "frozen_when_prepared", ()), _UNLIKE)
 
 
 def build_ddp_options(job: TrainJob, process: ProcessContext) -> dict[str, Any]:
@@ -311,7 +334,7 @@ class DDPStrategy(Strategy):
         elif not is_wrapped and process.is_distributed:
             # What DDP does when it wraps: ranks that built the model from other seeds would evaluate other models.
             broadcast_module_states(module, process.device)
-        return DDPUnit(model, module, job).with_optimizers(job)
+        return DDPUnit(model, module, job, is_distributed=process.is_distributed).with_optimizers(job)
 
 
 def _outlive_reducer(model: DistributedDataParallel) -> None:

@@ -58,6 +58,21 @@ def train(
     return {"error": error, "weights": weights, "skipped": skipped, "schedule": scheduler.last_epoch}
 
 
+def test_a_norm_of_a_part_hides_no_nan_of_another() -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, config={"on_nonfinite": "skip_step"})
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    hidden = model["body"](torch.zeros(2, 4)) * 0  # the root at 0 has no derivative; the loss is a number
+    accelerator.backward((hidden.norm(dim=1).sqrt() + model["head"](torch.randn(2, 4))[:, 0]).mean())
+    norms = [accelerator.clip_grad_norm_(model[part].parameters(), 1.0) for part in ("body", "head")]
+    optimizer.step()
+    assert [norm.isnan().item() for norm in norms] == [True, False]
+    assert optimizer.step_was_skipped
+    assert model["body"].weight.isfinite().all()
+
+
 CASES = {
     "clipped": {},
     "unclipped": {"clips": False},

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,13 +70,26 @@ def test_a_run_starts_stores_logs_and_ends():
     accelerator.log(
         {"loss": torch.tensor(0.5), "logits": torch.ones(2)}, step=3, log_kwargs={"notes": {"commit": False}}
     )
-    accelerator.log({"epoch": 1})
+    accelerator.log({"epoch": np.float32(1)})
     accelerator.end_training()
+    assert type(notes.calls[3][1]["epoch"]) is float
     assert [call[0] for call in notes.calls] == ["start", "config", "log", "log", "finish"]
     assert notes.calls[1] == ("config", {"lr": 0.1, "hub_token": "***"})
     _, values, step, kwargs = notes.calls[2]
     assert (values["loss"], type(values["loss"]), step, kwargs) == (0.5, float, 3, {"commit": False})
     assert torch.equal(values["logits"], torch.ones(2))
+
+
+def end_twice() -> bool:
+    accelerator = Accelerator(cpu=True)
+    accelerator.end_training()
+    accelerator.end_training()
+    return True
+
+
+@pytest.mark.multirank
+def test_training_may_be_ended_twice():
+    assert all(run_ranks(end_twice, 2))
 
 
 def test_a_class_gets_the_name_the_directory_and_its_options(tmp_path: Path):

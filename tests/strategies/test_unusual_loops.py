@@ -84,6 +84,27 @@ def test_the_gradients_of_two_backwards_of_one_forward_are_averaged_under_fsdp2(
     assert run_ranks(two_losses_of_one_forward, 2, "fsdp2")[0] == pytest.approx(alone, rel=1e-5)
 
 
+def head_joins_in(strategy: str) -> list[float]:
+    """Train with a head that joins the optimizer behind prepare(), by the parameters that it had before."""
+    accelerator = begin(strategy)
+    model = build()
+    head = list(model[-1].named_parameters())
+    optimizer = torch.optim.SGD(model[0].named_parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    optimizer.add_param_group({"params": head})
+    losses = []
+    for step in range(3):
+        loss = (model(own_rows(accelerator, step)) - 1).square().mean()
+        take_update(loss, optimizer, accelerator)
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses
+
+
+def test_a_group_that_is_added_later_trains_under_fsdp2() -> None:
+    [alone] = run_ranks(head_joins_in, 1, "single")
+    assert run_ranks(head_joins_in, 2, "fsdp2")[0] == pytest.approx(alone, rel=1e-5)
+
+
 def refusal(strategy: str, loop: Callable[[Any, Any, Any], None]) -> str:
     accelerator = begin(strategy)
     model = build()
@@ -100,6 +121,30 @@ def step_backward_twice(accelerator: Any, model: Any, optimizer: Any) -> None:
     output = model(own_rows(accelerator, 0))
     accelerator.backward(output.square().mean(), retain_graph=True)
     accelerator.backward(output.abs().mean())
+
+
+def step_backward_behind_two_forwards(accelerator: Any, model: Any, optimizer: Any) -> None:
+    for _ in range(2):  # two forwards and one backward, and a backward behind each forward
+        accelerator.backward(sum(model(own_rows(accelerator, step)).square().mean() for step in range(2)))
+        accelerator.backward(model(own_rows(accelerator, 2)).square().mean())
+    real, fake = model(own_rows(accelerator, 0)), model(own_rows(accelerator, 1))
+    accelerator.backward(real.square().mean())
+    accelerator.backward(fake.abs().mean())
+
+
+def train_what_was_frozen(accelerator: Any, model: Any, optimizer: Any) -> None:
+    judge = build(1, width=1).requires_grad_(False)
+    judge = accelerator.prepare(judge)
+    rows = own_rows(accelerator, 0)
+    accelerator.backward(judge(model(rows)).square().mean())
+    accelerator.unwrap_model(judge).requires_grad_(True)
+    with torch.no_grad():
+        judge(model(rows))
+    accelerator.backward(judge(model(rows)).square().mean())
+
+
+def add_a_group_of_no_model(accelerator: Any, model: Any, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
 
 
 def add_losses_of_two(accelerator: Any, model: Any, optimizer: Any) -> None:
@@ -126,6 +171,9 @@ def penalise_gradients(accelerator: Any, model: Any, optimizer: Any) -> None:
     ("strategy", "loop", "message"),
     [
         ("ddp", step_backward_twice, "backward() was called a second time after one forward of Sequential, and DDP"),
+        ("ddp", step_backward_behind_two_forwards, "a second backward reached parameters of Sequential since its last"),
+        ("ddp", train_what_was_frozen, "'0.weight' of Sequential was frozen when the model was prepared, and is "),
+        ("ddp", add_a_group_of_no_model, "2 of 2 parameters of the new group belong to no model that AdamW was"),
         (
             "fsdp2",
             prepare_muon,
