@@ -163,7 +163,7 @@ def _resources(text: str) -> dict[str, str]:
 
 
 def _volumes(text: str) -> dict[str, str]:
-    volumes = {}
+    volumes: dict[str, str] = {}
     for pair in filter(None, text.split(",")):
         source, _, folder = pair.rpartition(":")
         if not source or not folder.startswith("/"):

@@ -120,7 +120,7 @@ class DDPUnit(NativeUnit):
                     "object, unwrap_model(model), or another method than forward). Call the prepared model, whose "
                     "forward may call the other method, or use strategy 'fsdp2'"
                 )
-            given = unit._replicas.given
+            given: Any = unit._replicas.given
             if id(parameter) in given and not unit._replicas.static_graph:
                 raise ConfigError(
                     f"a second backward reached parameters of {name} since its last forward, and DDP exchanges "

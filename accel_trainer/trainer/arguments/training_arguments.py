@@ -99,7 +99,7 @@ _DATA_OPTIONS = ("split_batches", "dispatch_batches", "even_batches", "use_seeda
 _ACCUMULATION_OPTIONS = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
 """Of its `gradient_accumulation_kwargs`."""
 _LATE = {
-    **{name: path for name, path in _OPTIONS.items() if name not in ("compat", "ddp_timeout", "use_cpu")},
+    **{name: _OPTIONS[name] for name in _OPTIONS.keys() - {"compat", "ddp_timeout", "use_cpu"}},
     **{f"accelerator_config.{name}": f"data.{name}" for name in _DATA_OPTIONS},
 }
 """Options of fields that may be assigned until a Trainer is built: the arguments make nothing else of them."""
