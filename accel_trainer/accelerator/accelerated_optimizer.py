@@ -276,23 +276,23 @@ class AcceleratedOptimizer(Optimizer):
                 f"{type(self.optimizer).__name__} is in an engine, which trains the parameters that it was built with; "
                 "call free_memory(), and prepare the model with an optimizer of all groups"
             )
-        known = {key: own for each in self.prepared for key, own in each.unit.known_parameters().items()}
         given = param_group["params"]
-        entries = [given] if isinstance(given, Tensor) else list(given)  # with names, or without
-        parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-        unknown = sum(id(parameter) not in known for parameter in parameters)
+        entries = [given] if isinstance(given, Tensor) else list(given)
+        self.optimizer.add_param_group({**param_group, "params": self._own_entries(entries)})
+
+    def _own_entries(self, entries: list[Any]) -> list[Any]:
+        """Return parameters of a new group, with names or without, as they are in the prepared models."""
+        known = {key: own for each in self.prepared for key, own in each.unit.known_parameters().items()}
+        named = [entry if isinstance(entry, tuple) else (None, entry) for entry in entries]
+        unknown = sum(id(parameter) not in known for _, parameter in named)
         if unknown and self.prepared and self._replica_check is not None:
             raise ConfigError(
-                f"{unknown} of {len(parameters)} parameters of the new group belong to no model that "
+                f"{unknown} of {len(entries)} parameters of the new group belong to no model that "
                 f"{type(self.optimizer).__name__} was prepared with: each rank would train its own; prepare the model "
                 "that they are of, and the optimizer with it"
             )
-        own = [known.get(id(parameter), parameter) for parameter in parameters]
-        named = [
-            (entry[0], parameter) if isinstance(entry, tuple) else parameter
-            for entry, parameter in zip(entries, own, strict=True)
-        ]
-        self.optimizer.add_param_group({**param_group, "params": named})
+        own = [(name, known.get(id(parameter), parameter)) for name, parameter in named]
+        return [parameter if name is None else (name, parameter) for name, parameter in own]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state."""

@@ -159,12 +159,18 @@ def plan_job(options: Options, environ: Mapping[str, str]) -> Job:
     if options.as_accelerate:
         environment = with_stand_in(environment)
     if is_rank:
-        environment |= {name: environ[name] for name in _RANK_VARIABLES if name in environ}
-        for name, path in (("MASTER_ADDR", "launch.main_process_ip"), ("MASTER_PORT", "launch.main_process_port")):
-            kind = resolved.source(path).kind
-            if kind is SourceKind.CLI or kind is SourceKind.FILE and name not in environ:
-                environment[name] = str(resolved.value(path))
+        environment |= _rank_variables(environ, resolved)
     return Job(resolved, command, environment, num_local, needs_group, hosts, outer)
+
+
+def _rank_variables(environ: Mapping[str, str], resolved: Resolved) -> dict[str, str]:
+    """Return what a scheduler says of its rank: above a file, and below flags."""
+    variables = {name: environ[name] for name in _RANK_VARIABLES if name in environ}
+    for name, path in (("MASTER_ADDR", "launch.main_process_ip"), ("MASTER_PORT", "launch.main_process_port")):
+        kind = resolved.source(path).kind
+        if kind is SourceKind.CLI or (kind is SourceKind.FILE and name not in environ):
+            variables[name] = str(resolved.value(path))
+    return variables
 
 
 def _interface(launch: LaunchConfig, hosts: HostJob | None) -> str | None:

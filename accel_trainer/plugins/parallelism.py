@@ -265,10 +265,7 @@ class ParallelismConfig(OptionObject):
             return given
         names = [*(f"{axis}_size" for axis in (*AXES, "ep")), "loss_parallel", "tp_plan"]
         if isinstance(given, str) and given.lstrip().startswith("{"):
-            try:
-                given = json.loads(given)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"parallelism_config is no valid JSON: {error}; got {given!r}") from None
+            given = _read_json(given)
         if isinstance(given, Mapping):
             known = {item.name for item in fields(cls) if item.init}
             if unknown := sorted(given.keys() - known):
@@ -283,6 +280,13 @@ class ParallelismConfig(OptionObject):
                 f"{', '.join(names)}"
             )
         return cls(**sizes, cp_handler=_handler_of(given))
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"parallelism_config is no valid JSON: {error}; got {text!r}") from None
 
 
 def _styles_by_name(given: Sequence[str]) -> dict[str, str]:

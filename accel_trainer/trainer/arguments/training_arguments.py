@@ -591,7 +591,13 @@ def _read_accelerator_config(given: Any) -> tuple[AcceleratorConfig, dict[str, A
         values = _read_mapping(given or {})
         names, config = list(values), AcceleratorConfig(**values)
     options = {f"data.{name}": getattr(config, name) for name in _DATA_OPTIONS if name in names}
-    accumulation = config.gradient_accumulation_kwargs or {}
+    if (sync := _read_accumulation(config.gradient_accumulation_kwargs or {}).get("sync_each_batch")) is not None:
+        options["accumulation.sync_each_batch"] = sync
+    return config, options
+
+
+def _read_accumulation(accumulation: Any) -> Mapping[str, Any]:
+    """Return `gradient_accumulation_kwargs`, whose names are known ones."""
     if not isinstance(accumulation, Mapping):
         raise ConfigError(
             f"accelerator_config has gradient_accumulation_kwargs={accumulation!r}; give a mapping with some of "
@@ -603,9 +609,7 @@ def _read_accelerator_config(given: Any) -> tuple[AcceleratorConfig, dict[str, A
                 f"accelerator_config.gradient_accumulation_kwargs has the unknown key {name!r}"
                 f"{did_you_mean(name, _ACCUMULATION_OPTIONS)} Keys: {', '.join(_ACCUMULATION_OPTIONS)}"
             )
-    if (sync := accumulation.get("sync_each_batch")) is not None:
-        options["accumulation.sync_each_batch"] = sync
-    return config, options
+    return accumulation
 
 
 def _read_mapping(given: Any) -> Mapping[str, Any]:
