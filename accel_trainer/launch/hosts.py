@@ -95,8 +95,8 @@ def plan_hosts(resolved: Resolved) -> HostJob | None:
     if resolved.config.strategy != "deepspeed":
         return None
     launch = resolved.config.launch
-    hostfile, include, exclude, launcher = (str(resolved.config.deepspeed.get(key) or "") for key in LAUNCH_FIELDS)
-    hostfile = os.path.expanduser(hostfile)
+    _, include, exclude, launcher = (str(resolved.config.deepspeed.get(key) or "") for key in LAUNCH_FIELDS)
+    hostfile = hostfile_of(resolved)
     launcher, known = launcher.lower(), (_STANDARD, *_PROGRAMS)
     if launcher and launcher not in known:
         raise ConfigError(

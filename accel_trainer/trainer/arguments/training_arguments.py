@@ -373,10 +373,11 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def _copy_mirrored(self) -> dict[str, Any]:
         """Return the values of the fields that the configuration is resolved from, as they are now."""
-        data = {f"accelerator_config.{name}": getattr(self.accelerator_config, name, None) for name in _DATA_OPTIONS}
         values = {name: copy.copy(getattr(self, name, None)) for name in sorted(MIRRORED_FIELDS)}
-        rest = vars(values.pop("accelerator_config")).items() if is_dataclass(self.accelerator_config) else ()
-        return values | data | {f"accelerator_config.{name}": copy.copy(value) for name, value in rest}
+        if is_dataclass(self.accelerator_config):  # else another thing was assigned, which is refused as a whole
+            nested = vars(values.pop("accelerator_config"))
+            values |= {f"accelerator_config.{name}": copy.copy(value) for name, value in nested.items()}
+        return values
 
     def take_assigned(self) -> None:
         """Resolve the configuration anew where fields were assigned since it was; libraries do so before a Trainer.
