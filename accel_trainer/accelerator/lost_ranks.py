@@ -112,7 +112,14 @@ class LostRanks:
         if accelerator.config.launch.on_rank_loss is RankLossAction.RESTART or accelerator.num_processes == 1:
             return None
         survivors = find_survivors(accelerator.process)
-        return None if survivors is None else cls(accelerator, survivors)
+        if survivors is None:
+            logger.warning(
+                "launch.on_rank_loss is %s, and has no effect: what has started these ranks is no launcher that "
+                "outlives them; start them by `accel-trainer launch`, or leave the option out",
+                accelerator.config.launch.on_rank_loss.value,
+            )
+            return None
+        return cls(accelerator, survivors)
 
     @property
     def _owner(self) -> Accelerator:

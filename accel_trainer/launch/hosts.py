@@ -37,7 +37,9 @@ _STANDARD = "standard"
 # The runner itself refuses filters with an MPI, after it has started.
 _WITHOUT_FILTERS = ("openmpi", "mvapich", "mpich")
 # Options that only torch's agent, which runs beside its workers, can honour.
-_OF_THE_AGENT = ("launch.max_restarts", "launch.log_dir", "launch.tee", "launch.enable_cpu_affinity")
+_OF_THE_AGENT = tuple(
+    f"launch.{name}" for name in ("max_restarts", "on_rank_loss", "log_dir", "tee", "enable_cpu_affinity")
+)
 # By itself the runner of DeepSpeed 0.19 passes on MLFLOW*, PYTHON*, MV2* and UCX*, and NCCL* with GPUs
 # (EXPORT_ENVS of launcher/runner.py, export_envs() of its accelerators).
 _PASSED_ON = re.compile(

@@ -121,13 +121,14 @@ class DDPUnit(NativeUnit):
                     "forward may call the other method, or use strategy 'fsdp2'"
                 )
             given: Any = unit._replicas.given
-            if id(parameter) in given and not unit._replicas.static_graph:
+            seen = id(unit), id(parameter)  # a second Accelerator watches what a first has prepared, beside it
+            if seen in given and not unit._replicas.static_graph:
                 raise ConfigError(
                     f"a second backward reached parameters of {name} since its last forward, and DDP exchanges "
                     "gradients in the first only: replicas would drift apart; add the losses and call backward() once, "
                     "call backward() behind each forward, or use strategy 'fsdp2'"
                 )
-            given.add(id(parameter))
+            given.add(seen)
 
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         for place in {0, len(trained) // 2, len(trained) - 1}:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import json
+import logging
 import os
 import signal
 import tempfile
@@ -445,6 +447,22 @@ def test_ranks_at_different_updates_give_up_together() -> None:
     ) as failed:
         run_ranks(train, 4, (Killed(2, 3, "backward"),), Setup(), spoils=True, env=CONTINUE, outlives=True)
     assert len(failed.value.failures) == 3
+
+
+def warn_of_no_launcher() -> str:
+    """Ask for ranks that outlive others where nothing has started them that would tell of a loss."""
+    handler = logging.StreamHandler(io.StringIO())
+    logging.getLogger("accel_trainer").addHandler(handler)
+    assert Accelerator(cpu=True).lost_ranks is None  # connects them, by the store of the test's own launcher
+    os.environ |= {**CONTINUE, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert Accelerator(cpu=True).lost_ranks is None
+    return handler.stream.getvalue()
+
+
+def test_without_a_launcher_that_outlives_the_ranks_a_line_says_so() -> None:
+    first, second = run_ranks(warn_of_no_launcher, 2)
+    assert "launch.on_rank_loss is continue, and has no effect: what has started these ranks is no launcher" in first
+    assert not second
 
 
 def save_and_evaluate(folder: Path, killed: bool) -> Any:

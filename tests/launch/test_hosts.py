@@ -114,6 +114,7 @@ MPI_AND_FILTER = {"multinode_launcher": "openmpi", "inclusion_filter": "a"}
         ("a slots=2", {"block": MPI_AND_FILTER}, "'openmpi' takes every machine of its hostfile"),
         ("a slots=2\nb slots=2", {"num_machines": 3}, r"num_machines=3 .* with its filter has 2: a, b"),
         ("a slots=2", {"log_dir": "x", "max_restarts": 1}, "max_restarts=1 .*, launch.log_dir=x .*runner.* does not"),
+        ("a slots=2", {"on_rank_loss": "continue"}, "on_rank_loss=continue .*runner, which starts.* does not do that"),
         ("a slots=2\nb slots=2", {"num_processes": 3}, r"num_processes=3 .* has 4 slots on 2 machine"),
     ],
 )

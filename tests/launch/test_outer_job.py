@@ -175,6 +175,7 @@ def test_a_flag_and_a_file_may_say_the_same(tmp_path: Path, script: str) -> None
         (["--machine_rank", "0"], MPICH_ONE_PER_NODE, "machine_rank is 0 .*has 1 .from PMI_RANK, PMI_SIZE"),
         (["--num_processes", "8"], RAY_TRAIN, "num_processes is 8 .*has 2 .from RANK, WORLD_SIZE"),
         (["--tee", "3"], RAY_TRAIN, r"launch.tee=3 .*: the scheduler starts each rank here \(by RANK, WORLD_SIZE\)"),
+        (["--on_rank_loss", "continue"], RAY_TRAIN, r"on_rank_loss=continue .*: the scheduler starts each rank here"),
         ([], {"PET_NNODES": "1:4"}, "PET_NNODES is '1:4', a job whose number of machines may change"),
         ([], {"PET_NNODES": "two"}, "PET_NNODES is 'two'; expected a whole number"),
         ([], {"TORCHELASTIC_RUN_ID": "x", **RAY_TRAIN}, "already rank 1 of 2 of another launcher"),
