@@ -5,6 +5,7 @@ No torch here: the caller defines the leaves.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,13 +43,17 @@ def map_leaves(function: Callable[[Any], Any], data: Any, *, is_leaf: Callable[[
         mapped = {key: map_leaves(function, value, is_leaf=is_leaf) for key, value in data.items()}
         return rebuild_mapping(data, mapped)
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        changes = {
-            field.name: map_leaves(function, getattr(data, field.name), is_leaf=is_leaf)
-            for field in dataclasses.fields(data)
-            if field.init
-        }
-        return dataclasses.replace(data, **changes)
+        # A copy, and not dataclasses.replace(): that makes fields without `init` anew, and calls __post_init__ again.
+        copied: Any = copy.copy(data)
+        for name, value in _fields(data):
+            object.__setattr__(copied, name, map_leaves(function, value, is_leaf=is_leaf))  # also where it is frozen
+        return copied
     return function(data)
+
+
+def _fields(data: Any) -> list[tuple[str, Any]]:
+    """Return the fields of a dataclass that are set, those without `init`, too."""
+    return [(field.name, getattr(data, field.name)) for field in dataclasses.fields(data) if hasattr(data, field.name)]
 
 
 def rebuild_mapping(original: Any, mapped: dict[Any, Any]) -> Any:
@@ -71,7 +76,7 @@ def leaves(data: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> Iterat
     elif isinstance(data, Mapping):
         nodes = data.values()
     elif dataclasses.is_dataclass(data) and not isinstance(data, type):
-        nodes = [getattr(data, field.name) for field in dataclasses.fields(data) if field.init]
+        nodes = [value for _, value in _fields(data)]
     else:
         yield data
         return

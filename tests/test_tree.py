@@ -22,6 +22,16 @@ class Record:
     derived: int = dataclasses.field(init=False, default=7)
 
 
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    rows: list[int]
+    factor: dataclasses.InitVar[int]
+    later: int = dataclasses.field(init=False)
+
+    def __post_init__(self, factor: int) -> None:
+        object.__setattr__(self, "rows", [row * factor for row in self.rows])
+
+
 class Refuses(UserDict):
     def __init__(self) -> None:
         super().__init__()
@@ -57,14 +67,19 @@ def test_a_mapping_that_cannot_be_rebuilt_becomes_a_dict() -> None:
     assert map_leaves(lambda leaf: leaf + 1, Refuses()) == {"a": 2}
 
 
-def test_a_field_that_the_constructor_does_not_take_is_left_to_it() -> None:
+def test_fields_of_a_dataclass_are_mapped_and_its_constructor_is_not_called_again() -> None:
     record = Record(inner=1)
     record.derived = 99
 
     mapped = map_leaves(lambda leaf: leaf + 1, record)
 
-    assert (mapped.inner, mapped.label, mapped.derived) == (2, 1, 7)
-    assert list(leaves(record)) == [1, 0]
+    assert (mapped.inner, mapped.label, mapped.derived) == (2, 1, 100)
+    assert list(leaves(record)) == [1, 0, 99]
+    assert (record.inner, record.derived) == (1, 99)
+
+    scaled = Scaled([3], 2)
+    assert map_leaves(lambda leaf: leaf + 1, scaled).rows == [7]
+    assert list(leaves(scaled)) == [6]
 
 
 def test_is_leaf_stops_the_descent() -> None:

@@ -52,13 +52,12 @@ class Trackers:
     ) -> None:
         """Open a run with every chosen tracker, on all ranks or on the main process alone."""
         options = dict(init_kwargs or {})
-        known = [tracker.name for tracker in self.chosen]
-        for name in options:
-            if name not in known:
-                raise ConfigError(
-                    f"init_kwargs has options for {name!r}{did_you_mean(name, known)} Trackers of this run: "
-                    f"{', '.join(known) or 'none, since log_with is not given'}"
-                )
+        for name in self._unknown(options):
+            known = [tracker.name for tracker in self.chosen]
+            raise ConfigError(
+                f"init_kwargs has options for {name!r}{did_you_mean(name, known)} Trackers of this run: "
+                f"{', '.join(known) or 'none, since log_with is not given'}"
+            )
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(
                 f"init_trackers(config=...) got a {type(config).__name__}; pass a dict, vars(args) for instance"
@@ -101,10 +100,16 @@ class Trackers:
         """Log values to every open tracker. Not collective."""
         if self.chosen and not self._is_open:
             logger.warning_once("log() was called before init_trackers(): nothing is stored")
+        for name in self._unknown(log_kwargs or {}):
+            logger.warning_once(f"log_kwargs has options for {name!r}, and no tracker is called so")
         if self.opened:
             plain = {name: _plain_number(value) for name, value in values.items()}
             for tracker in self.opened:
                 self._call(tracker, "log", dict(plain), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def _unknown(self, options: Mapping[str, Any]) -> set[str]:
+        """Return the names that are no tracker's. A script may have options for others than those of this run."""
+        return set(options) - {tracker.name for tracker in self.chosen} - set(tracker_names()) if options else set()
 
     def get(self, name: str) -> GeneralTracker:
         """Return the tracker called `name`; on ranks that do not log, one that does nothing."""

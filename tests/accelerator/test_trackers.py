@@ -157,6 +157,16 @@ def test_a_tracker_that_cannot_be_reached_leaves_its_place_empty(caplog: pytest.
     assert any("failed in start" in message for message in caplog.messages)
 
 
+def test_options_of_another_tracker_are_passed_over_and_a_misspelt_one_is_not(caplog: pytest.LogCaptureFixture):
+    accelerator = Accelerator(cpu=True, log_with=Notes)
+    accelerator.init_trackers("project", init_kwargs={"wandb": {"entity": "us"}})
+    accelerator.log({"loss": 1.0}, log_kwargs={"wandb": {"commit": False}})
+    assert not caplog.messages
+    accelerator.log({"loss": 1.0}, log_kwargs={"note": {"commit": False}})
+    assert caplog.messages == ["log_kwargs has options for 'note', and no tracker is called so"]
+    accelerator.end_training()
+
+
 class Picky(Unreachable):
     """Takes no options, as a library whose argument is misspelled."""
 
@@ -171,8 +181,8 @@ def test_what_is_wrong_with_trackers_is_said():
         accelerator.init_trackers("project", init_kwargs={"note": {}})
     with pytest.raises(ConfigError, match=r"init_trackers\(config=...\) got a list; pass a dict"):
         accelerator.init_trackers("project", config=[1])
-    with pytest.raises(ConfigError, match=r"'wandb'.*Trackers of this run: none, since log_with is not given"):
-        Accelerator(cpu=True).init_trackers("project", init_kwargs={"wandb": {}})
+    with pytest.raises(ConfigError, match=r"'wanbd'.*Trackers of this run: none, since log_with is not given"):
+        Accelerator(cpu=True).init_trackers("project", init_kwargs={"wanbd": {}})
     with pytest.raises(TypeError, match="unexpected keyword argument 'entty'"):  # of the library
         Accelerator(cpu=True, log_with=Picky).init_trackers("project", init_kwargs={"broken": {"entty": 1}})
     accelerator.init_trackers("project")
