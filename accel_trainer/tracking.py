@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
 import re
 import warnings
@@ -20,7 +22,7 @@ __all__ = [
 
 MASK = "***"
 
-_SECRET = re.compile(r"(^|_)(token|secret|passw(or)?d|credentials?|apikey)$|_key$", re.IGNORECASE)
+_SECRET = re.compile(r"(^|_)(token|secret|passw(or)?d|credentials?|apikey|api_?keys)$|_key$", re.IGNORECASE)
 """The last words of a name: `num_tokens` and `tokenizer` stay readable."""
 _SPECIAL_TOKEN = re.compile(
     r"(pad|bos|eos|unk|cls|sep|mask|image|audio|video|start|end|special|think)_token$", re.IGNORECASE
@@ -162,16 +164,20 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_secret(name: str) -> bool:
     """Whether a name is that of a secret: `hub_token`, `WANDB_API_KEY`, `--client-secret`, but not `pad_token`."""
-    name = name.lstrip("-").replace("-", "_")
+    name = re.sub(r"[-./]|(?<=[a-z0-9])(?=[A-Z])", "_", name.lstrip("-"))  # `db.password`, `accessToken`
     return bool(_SECRET.search(name)) and not _SPECIAL_TOKEN.search(name)
 
 
 def mask_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values, nested ones too, with those of keys such as `api_key` as `***`; texts as of `redact`."""
-    return {
-        key: MASK if value is not None and is_secret(str(key)) and not isinstance(value, Mapping) else _mask(value)
-        for key, value in values.items()
-    }
+    return {key: MASK if _is_masked(str(key), value) else _mask(value) for key, value in values.items()}
+
+
+def _is_masked(name: str, value: Any) -> bool:
+    if value is None or isinstance(value, Mapping | bool):
+        return False
+    is_count = isinstance(value, int | float) and name.lower().endswith("token")  # `num_token`
+    return is_secret(name) and not is_count
 
 
 def _mask(value: Any) -> Any:
@@ -179,7 +185,14 @@ def _mask(value: Any) -> Any:
         return mask_secrets(value)
     if type(value) in (list, tuple):
         return type(value)(map(_mask, value))
+    if _has_options(value):
+        return mask_secrets(vars(value))
     return redact(value) if type(value) is str else value
+
+
+def _has_options(value: Any) -> bool:
+    """Whether a value is a script's arguments: a Namespace, or a dataclass."""
+    return isinstance(value, argparse.Namespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
 
 
 def secrets_of(values: Mapping[str, Any]) -> set[str]:
@@ -187,8 +200,8 @@ def secrets_of(values: Mapping[str, Any]) -> set[str]:
     found: set[str] = set()
     for key, value in values.items():
         for each in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(each, Mapping):
-                found |= secrets_of(each)
+            if isinstance(each, Mapping) or _has_options(each):
+                found |= secrets_of(each if isinstance(each, Mapping) else vars(each))
             elif isinstance(each, str) and each and is_secret(str(key)):
                 found.add(each)
     return found

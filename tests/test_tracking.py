@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -40,17 +41,34 @@ class Everywhere(Notes):
 
 @pytest.mark.parametrize(
     "key",
-    ["api_key", "apikey", "WANDB_API_KEY", "hub_token", "hf_token", "token", "password", "db_passwd", "client_secret"],
+    [
+        "api_key",
+        "apikey",
+        "WANDB_API_KEY",
+        "hub_token",
+        "hf_token",
+        "token",
+        "password",
+        "db_passwd",
+        "client_secret",
+        "hub.token",
+        "db.password",
+        "accessToken",
+        "clientSecret",
+        "api_keys",
+    ],
 )
 def test_values_of_secret_keys_are_masked(key: str):
     values = {key: "s3cret", "deep": {key: "s3cret", "lr": 0.1}}
     assert mask_secrets(values) == {key: "***", "deep": {key: "***", "lr": 0.1}}
     assert secrets_of(values) == {"s3cret"}
+    assert mask_secrets({"args": argparse.Namespace(**values)}) == {"args": mask_secrets(values)}
+    assert secrets_of({"args": argparse.Namespace(**values)}) == {"s3cret"}
 
 
 def test_other_values_stay_and_a_secret_that_is_not_set():
     names = ["num_tokens", "max_new_tokens", "pad_token", "token_type", "tokenizer", "secretary", "key"]
-    values = dict.fromkeys(names, "x") | {"hub_token": None}
+    values = dict.fromkeys(names, "x") | {"hub_token": None, "num_token": 128, "use_auth_token": True}
     assert mask_secrets(values) == values
     assert secrets_of(values) == set()
 

@@ -49,7 +49,7 @@ from accel_trainer.runtime.memory import register_memory_owner
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.own_watch import current_watch, sample_phases
 from accel_trainer.runtime.process import current_process, init_process, read_environment
-from accel_trainer.runtime.rng import check_rng_types
+from accel_trainer.runtime.rng import check_rng_types, share_streams
 from accel_trainer.runtime.slow_ranks import SlowRanks
 from accel_trainer.strategies.gradients import LossScale
 from accel_trainer.techniques.meters import StepMeters
@@ -160,9 +160,12 @@ class Accelerator(
         self._trackers = Trackers(log_with, self.project_configuration, self.process)
         asked = self.config.parallel
         if parallelism_config is None and asked != ParallelConfig():
+            found = self._axis_sizes  # of which one may take the ranks that are left
+            asked = dataclasses.replace(asked, dp_replicate_size=found.dp_replicate, dp_shard_size=found.dp_shard)
             parallelism_config = ParallelismConfig.of(asked)
         self.state = AcceleratorState(
             process=self.process,
+            readers=self.readers,
             mixed_precision=str(self.config.mixed_precision),
             engine_plugins=self._engine_plugins,
             take_plugin=self._use_plugin,
@@ -257,6 +260,7 @@ class Accelerator(
             self.config, self.resolved.describe, self.process.world_size, self.process.num_nodes
         )
         self.readers = self.strategy.readers(self.resolved, self.process)
+        share_streams(self.process, self.readers)
 
     def _use_plugin(self, name: str | None) -> None:
         """Start the strategy as a plugin says, or as the configuration does, and prepare models by that from now on."""

@@ -239,6 +239,11 @@ class AcceleratorCheckpointing(AcceleratorWeights):
             )
         configuration = self.project_configuration
         if output_dir is not None:
+            if self.config.checkpoint_uri is not None:
+                logger.warning_once(
+                    "checkpoint_uri is set, and save_state(directory) copies nothing there: numbered checkpoints are "
+                    "copied, those of ProjectConfiguration(automatic_checkpoint_naming=True)"
+                )
             target = Path(output_dir).expanduser()
             digits = target.name.rpartition("_")[2].rpartition("-")[2]
             directory, name, number = target.parent, target.name, int(digits) if digits.isdecimal() else None

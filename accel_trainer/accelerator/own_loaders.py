@@ -72,6 +72,11 @@ class IterableDatasetShard(IterableDataset):
         self.split_batches = split_batches
 
     @property
+    def is_sharded_by_rank(self) -> bool:
+        """Whether this is one of several shards, which `prepare` leaves as it is."""
+        return self.num_processes > 1
+
+    @property
     def _round_size(self) -> int:
         return self.batch_size if self.split_batches else self.batch_size * self.num_processes
 

@@ -174,10 +174,12 @@ class AcceleratorPreparing(AcceleratorSettings):
         return {id(item): flag for item, flag in zip(objects, flags, strict=True)}
 
     def _micro_batch_size(self, loaders: Sequence[DataLoader]) -> int | None:
-        """Return the rows that one rank takes at a time, the fewest of several loaders; None without any."""
+        """Return the rows that one rank takes at a time, of several loaders as the plugin says; None without any."""
+        plugin = self._engine_plugins.current
+        choose = min if plugin is None or plugin.is_train_batch_min else max
         sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
         ranks = self.readers.world_size if self._data_config.split_batches else 1
-        return max(1, min(sizes) // ranks) if sizes else None
+        return max(1, choose(sizes) // ranks) if sizes else None
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -306,9 +308,10 @@ class AcceleratorPreparing(AcceleratorSettings):
                 "FSDP2 has replaced and whose flat parameters would be wrapped once more here; give prepare() the bare "
                 "model, and shard it with strategy 'fsdp2' (FullyShardedDataParallelPlugin takes FSDP1's options)"
             )
-        if self.process.is_distributed and self.verify_device_map(model):
+        if self.process.is_distributed and (job.is_offloaded or self.verify_device_map(model)):
+            how = "with weights that stay in host memory or on disk" if job.is_offloaded else "with a device_map"
             raise ConfigError(
-                f"{name} was loaded with a device_map that spreads it over several devices, and every process has one "
+                f"{name} was loaded {how} that spreads it over several devices, and every process has one "
                 f"device, here {own}; load it without device_map, and shard it with strategy 'fsdp2' where it does not "
                 "fit"
             )
@@ -387,13 +390,13 @@ class AcceleratorPreparing(AcceleratorSettings):
             self.strategy.check(job, self.precision, self.process)
 
     def _build_job(self, model: nn.Module, optimizers: list[Optimizer], request: _Request) -> TrainJob:
-        is_placed = request.placements.get(id(model), self.device_placement)
+        is_placed, offloaded = request.placements.get(id(model), self.device_placement), is_offloaded(model)
         return TrainJob(
             model=model,
             optimizers=optimizers,
             resolved=self._engine_plugins.edited(self.resolved),
-            device_placement=is_placed and not self.verify_device_map(model),
-            is_offloaded=is_offloaded(model),
+            device_placement=is_placed and not offloaded and not self.verify_device_map(model),
+            is_offloaded=offloaded,
             evaluation_only=request.evaluation_only,
             wrap_policy=self._options.wrap_policy,
             loss_scale=self._loss_scale,

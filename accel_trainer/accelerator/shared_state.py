@@ -336,6 +336,7 @@ class AcceleratorState(PartialState):
         cpu: bool | None = None,
         *,
         process: ProcessContext | None = None,
+        readers: ProcessContext | None = None,
         engine_plugins: DeepSpeedPlugins | None = None,
         take_plugin: Callable[[str], None] | None = None,
         fsdp_plugin: Any = None,
@@ -359,6 +360,7 @@ class AcceleratorState(PartialState):
             process, mixed_precision = _join(resolved), str(resolved.config.mixed_precision)
             debug = resolved.config.debug
         self._set_process(process, None)
+        self._readers = readers
         self.debug = debug
         self.mixed_precision = mixed_precision or "no"
         self.take_facts(self.distributed_type, fsdp_plugin)
@@ -369,6 +371,10 @@ class AcceleratorState(PartialState):
         self.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin.of(CompileConfig())
         """How prepared models are compiled, with the backend in capitals, as a `DynamoBackend` is."""
         _share_attributes(self)
+
+    @property
+    def _reader(self) -> ProcessContext:
+        return self._readers or self.process
 
     def take_facts(self, distributed_type: DistributedType, fsdp_plugin: Any) -> None:
         """Show the facts of the strategy in force, of which an Accelerator tells."""

@@ -52,12 +52,7 @@ class Trackers:
     ) -> None:
         """Open a run with every chosen tracker, on all ranks or on the main process alone."""
         options = dict(init_kwargs or {})
-        for name in self._unknown(options):
-            known = [tracker.name for tracker in self.chosen]
-            raise ConfigError(
-                f"init_kwargs has options for {name!r}{did_you_mean(name, known)} Trackers of this run: "
-                f"{', '.join(known) or 'none, since log_with is not given'}"
-            )
+        self._check_options(options)
         if config is not None and not isinstance(config, Mapping):
             raise ConfigError(
                 f"init_trackers(config=...) got a {type(config).__name__}; pass a dict, vars(args) for instance"
@@ -71,6 +66,20 @@ class Trackers:
                 if self._process.is_main or not choice.main_process_only:
                     self._open(choice, project_name, options.get(choice.name, {}), config)
         self._is_open = True
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        for name in self._unknown(options):
+            known = [tracker.name for tracker in self.chosen]
+            raise ConfigError(
+                f"init_kwargs has options for {name!r}{did_you_mean(name, known)} Trackers of this run: "
+                f"{', '.join(known) or 'none, since log_with is not given'}"
+            )
+        objects = [tracker.name for tracker in self.chosen if not isinstance(tracker, type)]
+        if given := [name for name in objects if options.get(name)]:
+            raise ConfigError(
+                f"init_kwargs has options for {given[0]!r}, which log_with has as an object; give them to its "
+                "constructor, or give log_with its class"
+            )
 
     def _open(
         self,
@@ -155,7 +164,7 @@ def _make(
     parameters = inspect.signature(kind).parameters.values()
     takes = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     takes_any = any(each.kind is each.VAR_POSITIONAL for each in parameters)
-    if len(takes) > 1 or takes_any:
+    if takes_any or len(takes) > 1 and (kind.requires_logging_directory or takes[1].name == "logging_dir"):
         return kind(project_name, logging_dir, **options)
     return kind(project_name, **options)
 
@@ -189,7 +198,7 @@ def _expand(item: Any, logging_dir: str | Path | None) -> list[GeneralTracker | 
     if not isinstance(item, str):
         return [_check_tracker(item)]
     if item.lower() != "all":
-        return [load_tracker(item.lower())]
+        return [load_tracker(item if item in tracker_names() else item.lower())]
     everything = [load_tracker(name) for name in installed_trackers()]
     return [tracker for tracker in everything if logging_dir or not tracker.requires_logging_directory]
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_trainer.big_models.module_hooks import ModelHook, add_hook_to_module, hooks_of
 from accel_trainer.big_models.module_tensors import (
@@ -138,18 +139,19 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def _take_out(self, module: nn.Module) -> None:
-        recurse = self.place_submodules
-        self.original_devices = {name: tensor.device for name, tensor in named_module_tensors(module, recurse=recurse)}
+        # A tied tensor by each of its names: one that is left out would be a tensor of no values.
+        named = partial(named_module_tensors, module, recurse=self.place_submodules, remove_duplicate=False)
+        self.original_devices = {name: tensor.device for name, tensor in named()}
         if self.weights_map is None:
-            named = named_module_tensors(module, self.offload_buffers, recurse)
-            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in named}
+            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in named(self.offload_buffers)}
         self._slots, self._pages = [], None
-        names = [name for name, _ in named_module_tensors(module, self.offload_buffers, recurse, True)]
-        for name in names:
+        placeholders = WeakIdKeyDictionary() if self._read_ahead is None else self._read_ahead.placeholders
+        for name in [name for name, _ in named(self.offload_buffers, remove_non_persistent=True)]:
             registry, leaf = find_registry(module, name)
             tensor = registry[leaf]
-            placeholder = tensor if tensor.is_meta else with_data(tensor, tensor.detach().to("meta"))
-            registry[leaf] = placeholder
+            if not tensor.is_meta and tensor not in placeholders:
+                placeholders[tensor] = with_data(tensor, tensor.detach().to("meta"))
+            registry[leaf] = placeholder = tensor if tensor.is_meta else placeholders[tensor]
             self._slots.append(_Slot(name, registry, leaf, placeholder))
         if self._read_ahead is not None:
             self._read_ahead.add(self)
@@ -177,8 +179,7 @@ class AlignDevicesHook(ModelHook):
         weights, prefix = self.weights_map.dataset, self.weights_map.prefix
         if not isinstance(weights, OffloadedWeightsLoader) or not weights.index:
             return []
-        names = [f"{prefix}{slot.name}" for slot in self._slots]
-        return [weights[name] for name in names if name not in weights.state_dict]
+        return weights.pages([f"{prefix}{slot.name}" for slot in self._slots])
 
     def read(self, device: Device | None) -> list[Tensor]:
         """Return the offloaded weights on a device, in the module's dtypes and the order of its tensors."""
@@ -450,6 +451,8 @@ class ReadAhead:
     """
 
     def __init__(self) -> None:
+        self.placeholders = WeakIdKeyDictionary()
+        """Of tensors on meta, by those whose place they have taken: tied ones stay tied."""
         self._order: list[AlignDevicesHook] = []
         self._next: dict[AlignDevicesHook, AlignDevicesHook] = {}
         self._first: AlignDevicesHook | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from accel_trainer.big_models.module_tensors import Device
+from accel_trainer.big_models.module_tensors import Device, find_tied_parameters, retie_parameters
 from accel_trainer.runtime.memory import clear_device_cache
 from accel_trainer.runtime.process import with_index
 from accel_trainer.runtime.tensor_trees import send_to_device
@@ -122,6 +122,14 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Take the hook off a module, with `recurse` off those inside, too, and return the module as it was before."""
+    tied = find_tied_parameters(module) if recurse else []
+    for inner in list(module.modules()) if recurse else [module]:
+        _remove_own_hook(inner)
+    retie_parameters(module, tied)  # each module has its weights back by itself
+    return module
+
+
+def _remove_own_hook(module: nn.Module) -> None:
     if hasattr(module, _HOOK):
         getattr(module, _HOOK).detach_hook(module)
         delattr(module, _HOOK)
@@ -134,10 +142,6 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         delattr(module, _FORWARD)
     for name in [name for name, value in vars(module).items() if isinstance(value, _WatchedMove)]:
         delattr(module, name)
-    if recurse:
-        for child in module.children():
-            remove_hook_from_module(child, recurse=True)
-    return module
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:

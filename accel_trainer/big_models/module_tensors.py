@@ -23,13 +23,18 @@ TiedTensors = dict[int, dict[Any, Tensor]]
 
 
 def named_module_tensors(
-    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+    remove_duplicate: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a module and then its buffers, by name; a tied one once."""
-    yield from module.named_parameters(recurse=recurse)
+    """Yield the parameters of a module and then its buffers, by name; a tied one once, or by each of its names."""
+    yield from module.named_parameters("", recurse, remove_duplicate)
     if include_buffers:
         left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
-        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in left_out)
+        buffers = module.named_buffers("", recurse, remove_duplicate)
+        yield from ((name, buffer) for name, buffer in buffers if name not in left_out)
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:

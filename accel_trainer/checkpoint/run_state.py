@@ -47,10 +47,8 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
     Holds None, booleans, numbers, strings, lists, tuples, sets of those, dicts with string or number keys, tensors and
     NumPy arrays and scalars.
     """
-    if isinstance(value, Tensor):
-        return {"$tensor": _put(value.detach(), tensors, path)}
-    if isinstance(value, np.ndarray):
-        return {"$array": _put(torch.from_numpy(np.asarray(value, order="C")), tensors, path)}
+    if isinstance(value, Tensor | np.ndarray):
+        return _encode_array(value, tensors, path)
     if isinstance(value, np.generic):
         return encode(value.item(), tensors, path)
     # JSON has no nan and no infinity; what Python writes for them (NaN) other readers refuse.
@@ -62,15 +60,29 @@ def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
         return _encode_mapping(value, tensors, path)
     if isinstance(value, (list, tuple, set, frozenset)):
         return _encode_items(value, tensors, path)
-    raise ConfigError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold; return "
-        "numbers, strings, lists, dicts and tensors from state_dict()"
+    raise _refusal(value, path)
+
+
+def _encode_array(value: Tensor | np.ndarray[Any, Any], tensors: dict[str, Tensor], path: str) -> dict[str, str]:
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise _refusal(value, path, f" of {value.layout}")
+        return {"$tensor": _put(value.detach(), tensors, path)}
+    if value.dtype.kind not in "biufc":
+        raise _refusal(value, path, f" of {value.dtype}")
+    return {"$array": _put(torch.from_numpy(np.asarray(value, order="C")), tensors, path)}
+
+
+def _refusal(value: Any, path: str, what: str = "") -> ConfigError:
+    return ConfigError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}{what}, which a checkpoint cannot hold; "
+        "return numbers, strings, lists, dicts and tensors from state_dict()"
     )
 
 
 def _encode_items(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     # A set in the order of its items, such that equal states make equal files.
-    items = value if isinstance(value, (list, tuple)) else sorted(value)
+    items = value if isinstance(value, (list, tuple)) else sorted(value, key=lambda item: (type(item).__name__, item))
     encoded = [encode(item, tensors, f"{path}.{index}") for index, item in enumerate(items)]
     return encoded if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$set": encoded}
 

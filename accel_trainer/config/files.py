@@ -96,14 +96,16 @@ def _detect(content: Mapping[Key, Node]) -> tuple[Dialect, bool]:
     """Return the dialect of a file with these top-level keys, and whether any of them decided it."""
     names = {key.name for key in content}
     shared = {"mixed_precision", "use_cpu", "debug", "gradient_accumulation_steps", "dataset_mixture"}
-    # A policy is ours; true or false is a key of fsdp_config.
-    policy = "activation_checkpointing"
-    shared |= {key.name for key, node in content.items() if key.name == policy and _is_boolean(node.value)}
+    # A policy is ours; true or false is a key of fsdp_config, and "off" is both.
+    words = {key.name: str(node.value).strip().lower() for key, node in content.items()}
+    policy = words.get("activation_checkpointing")
+    shared |= {"activation_checkpointing"} if policy in BOOLEAN_WORDS else set()
     own_keys = set(_OWN_KEYS) - shared
     accelerate_keys = accelerate_file.KNOWN_KEYS - shared
     # DeepSpeed has sections of the same names as some keys of the others.
     deepspeed_keys = KNOWN_KEYS.keys() - set(fsdp.KNOWN_KEYS) - own_keys - accelerate_keys - shared
     fsdp_keys = {name for name in names if fsdp.is_known_key(name) or name.startswith("fsdp_")}
+    fsdp_keys -= {"activation_checkpointing"} if policy in ("off", "false") else set()
     for dialect, known in (
         (Dialect.ACCELERATE, accelerate_file.MARKER_KEYS),
         (Dialect.OWN, own_keys - KNOWN_KEYS.keys()),
@@ -115,10 +117,6 @@ def _detect(content: Mapping[Key, Node]) -> tuple[Dialect, bool]:
         if names & known:
             return dialect, True
     return Dialect.OWN, False
-
-
-def _is_boolean(value: Any) -> bool:
-    return str(value).strip().lower() in BOOLEAN_WORDS
 
 
 def to_file_dict(config: RunConfig, *, full: bool = False) -> dict[str, Any]:

@@ -161,10 +161,10 @@ def _build_transformers(library: Any, name: str, trusts_code: bool, token: str |
     known = next((each for each in config.architectures or () if hasattr(library, each)), None)
     with init_empty_weights():
         if known is not None and own_code is None:
-            return getattr(library, known)(config)
+            return getattr(library, known)(config).float()  # parts may have a dtype of their own
         # Without a dtype it would be the one in the configuration.
         build = getattr(library, own_code or "AutoModel").from_config
-        return build(config, dtype=torch.float32, trust_remote_code=trusts_code)
+        return build(config, dtype=torch.float32, trust_remote_code=trusts_code).float()
 
 
 def _build_timm(library: Any, name: str, trusts_code: bool, token: str | None) -> Any:

@@ -25,6 +25,7 @@ from accel_trainer.data.iterable_reader import (
     can_resume_itself,
     is_sharded_by_rank,
     made_resumable,
+    nodes_of,
     num_shards_of,
     set_dataset_epoch,
 )
@@ -33,7 +34,7 @@ from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.randomness import init_worker
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import all_gather_integers, broadcast_object, gather_object
-from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.process import ProcessContext, find_process
 from accel_trainer.runtime.rng import stream_index
 from accel_trainer.runtime.torch_private import LOADER_AT_REST
 from accel_trainer.tree import map_leaves
@@ -53,7 +54,10 @@ def build_stream_source(
     dataset = made_resumable(loader.dataset)
     own = _own_shard(dataset, process, config, shards, shard)
     read = dataset if own is None else own
-    options: Any = {"num_lanes": loader.num_workers, "keeps_state": can_resume_itself(read)}
+    # In workers, datasets loads the state of a concatenation before it has dealt out its parts, and fails.
+    is_joined = any(type(node).__name__.startswith("VerticallyConcatenated") for node in nodes_of(read))
+    keeps_state = can_resume_itself(read) and not (loader.num_workers and is_joined)
+    options: Any = {"num_lanes": loader.num_workers, "keeps_state": keeps_state}
     if own is not None:
         own_stream = ShardedStream(own, rule, seed, **options)
         full = None if own is dataset else _slices(loader, SlicedStream(dataset, rule, seed, **options), worker_seed)
@@ -77,6 +81,8 @@ def _own_shard(dataset: Any, process: ProcessContext, config: DataConfig, shards
                 "part of one rank; leave dispatch_batches off, or give the loader the whole stream"
             )
         return None
+    if is_sharded and (find_process() or process).world_size > process.world_size:
+        _check_shared(dataset, shards)
     if not 1 < shards == process.world_size:
         return None
     if is_sharded:
@@ -85,6 +91,16 @@ def _own_shard(dataset: Any, process: ProcessContext, config: DataConfig, shards
     if config.use_stateful_dataloader or num_shards_of(dataset) < shards:
         return None
     return dataset.shard(num_shards=shards, index=shard)
+
+
+def _check_shared(dataset: Any, shards: int) -> None:
+    """Refuse a stream of one rank's part where several ranks share a batch."""
+    parts = getattr(getattr(dataset, "_distributed", None), "world_size", None)
+    if parts != shards if parts is not None else shards == 1:
+        raise ConfigError(
+            f"this {type(dataset).__name__} yields the part of one rank{f' of {parts}' if parts else ''}, and ranks of "
+            f"one model share batches here, so that {shards} of them differ; give the loader the whole stream"
+        )
 
 
 def _reader(loader: DataLoader[Any], stream: SlicedStream | ShardedStream, *, in_order: bool) -> DataLoader[Any]:

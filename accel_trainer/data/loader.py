@@ -40,6 +40,8 @@ class _Bookmark:
     is_open = False
     noted: Position | None = None
     """A loaded position within an epoch, at which no pass has begun yet."""
+    chosen: int | None = None
+    """The epoch that the user has chosen last."""
 
     def begin(self, current: Progress, batch_size: int | None) -> None:
         """Take a pass that begins, in steps of so many samples; None where they vary."""
@@ -203,6 +205,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, in the samplers and in the dataset, through whatever wraps them."""
+        self._bookmark.chosen = epoch
         self._source.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -419,8 +422,9 @@ class PreparedDataLoader(DataLoader[Any]):
         """
         if is_complete:
             self._source.rewind()
-        if self.epoch in (epoch, epoch + 1) and (is_complete or self.epoch != epoch):
-            self.set_epoch(epoch + is_complete)
+        # An iterator that is still held ends when the user has chosen the next epoch already.
+        if self.epoch in (epoch, epoch + 1) and (is_complete or self.epoch not in (epoch, self._bookmark.chosen)):
+            self._source.set_epoch(epoch + is_complete)
 
     def add_hooks(self, config: DataConfig, on_begin: Hook | None, on_end: Hook | None) -> None:
         """Call hooks of another Accelerator, too, when passes begin and end."""
@@ -457,7 +461,7 @@ class PreparedDataLoader(DataLoader[Any]):
         loaded, self._bookmark.noted = self._bookmark.noted or self._source.loaded, None
         if loaded is not None and loaded.is_complete and self.epoch in (loaded.epoch, loaded.epoch + 1):
             # Fewer steps than that epoch had can only be meant for the next one.
-            self.set_epoch(loaded.epoch + (num_batches < loaded.steps))
+            self._source.set_epoch(loaded.epoch + (num_batches < loaded.steps))
         self._source.forget()
         moved = type(self).__new__(type(self))
         source = self._source.starting_at(self._source.start + num_batches)

@@ -104,7 +104,7 @@ def trim_gathered(
 def _gather_objects(data: Any, rows: BatchRows | None, process: ProcessContext) -> list[Any]:
     by_rank = gather_object([data], process)
     if rows is not None:
-        by_rank = [_keep_own(item, rows, rank) for rank, item in enumerate(by_rank)]
+        by_rank = _counted([_keep_own(item, rows, rank) for rank, item in enumerate(by_rank)], rows)
     if all(type(item) in (list, tuple) for item in by_rank):
         return list(chain.from_iterable(by_rank))
     return by_rank
@@ -166,11 +166,18 @@ def _merge_columns(
     if rows is not None:
         # After they were exchanged: what cannot be kept is then an error on every rank.
         by_rank = [[_keep_own(column, rows, rank) for column in own] for rank, own in enumerate(by_rank)]
-    joined = (_join(pieces, as_samples) for pieces in zip(*by_rank, strict=True))
+    joined = (_join(_counted(pieces, rows), as_samples) for pieces in zip(*by_rank, strict=True))
     tensors = iter(gathered)
     return [
         None if column is None else next(tensors) if isinstance(column, Tensor) else next(joined) for column in columns
     ]
+
+
+def _counted(pieces: Sequence[Any], rows: BatchRows | None) -> list[Any]:
+    """Leave out what ranks without a valid row have computed on a batch that was lent to them, a mean for one."""
+    if rows is None or all(_is_array(piece) or isinstance(piece, (list, tuple, Mapping)) for piece in pieces):
+        return list(pieces)
+    return [piece for piece, count in zip(pieces, rows.rows, strict=True) if count]
 
 
 def _join(pieces: Sequence[Any], as_samples: bool) -> Any:

@@ -463,8 +463,13 @@ def find_generator(sampler: Any) -> torch.Generator | None:
 
 def find_replicated(sampler: Any) -> Any:
     """Return the sampler, or one that it wraps, that draws one shard of several ranks; None where none does."""
-    replicas = ((node, getattr(node, "num_replicas", None)) for node in _chain(sampler))
-    return next((node for node, count in replicas if isinstance(count, int) and count > 1), None)
+    return next((node for node in _chain(sampler) if num_shares(node) > 1), None)
+
+
+def num_shares(sampler: Any) -> int:
+    """Return over how many ranks a sampler shares out its samples, by torch's name or accelerate's."""
+    counts = (getattr(sampler, name, None) for name in ("num_replicas", "num_processes"))
+    return next((count for count in counts if isinstance(count, int)), 1)
 
 
 def _seeded(sampler: Any, seed: int, fresh: dict[int, torch.Generator] | None = None) -> tuple[Any, bool]:

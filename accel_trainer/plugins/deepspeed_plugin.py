@@ -341,6 +341,7 @@ class DeepSpeedPlugins:
             self.plugins[_ONLY] = DeepSpeedPlugin(hf_ds_config=dict(first.config.deepspeed))
         for name, plugin in self.plugins.items():
             self.resolved[name] = first if plugin is self.first else resolve_with(plugin)
+            self._shown[name] = copy.deepcopy(plugin.deepspeed_config)
 
     def use(self, name: str | None, resolved: Resolved, strategy: Strategy) -> Resolved:
         """Put a plugin in use, and have it show the configuration that holds for it."""
@@ -348,16 +349,20 @@ class DeepSpeedPlugins:
         for known, plugin in self.plugins.items():
             plugin.selected = known == name
             plugin.building = strategy.building if plugin.selected else None
-        if self.current is not None:
-            self.current.refresh(resolved.config)
-            self._shown = copy.deepcopy(self.current.deepspeed_config)
+        if name is not None:
+            config, before = self.plugins[name].deepspeed_config, self._shown[name]
+            changes = {key: value for key, value in config.items() if key not in before or before[key] != value}
+            self.plugins[name].refresh(resolved.config)
+            self._shown[name] = copy.deepcopy(config)
+            config.update(changes)  # made while another was in use
         return resolved
 
     def edited(self, resolved: Resolved) -> Resolved:
-        """Return the configuration with the changes to the plugin's `deepspeed_config` since it was put in use."""
-        if self.current is None or self.current.deepspeed_config == self._shown:
+        """Return the configuration with the changes to the plugin's `deepspeed_config` by the script."""
+        if self.selected is None or self.plugins[self.selected].deepspeed_config == self._shown[self.selected]:
             return resolved
-        return replace(resolved, config=replace(resolved.config, deepspeed=self.current.deepspeed_config))
+        changed = self.plugins[self.selected].deepspeed_config
+        return replace(resolved, config=replace(resolved.config, deepspeed=changed))
 
     def require(self, name: str) -> DeepSpeedPlugin:
         """Return a plugin by its name; a ConfigError where there is none."""

@@ -288,7 +288,7 @@ class TorchDynamoPlugin(OptionObject):
 
     def objects(self) -> dict[str, Any]:
         """Return the options of the backend."""
-        return {"compile_options": dict(self.options or {})}
+        return {"compile_options": {} if self.disable else dict(self.options or {})}
 
 
 @dataclass

@@ -241,13 +241,22 @@ class ParallelismConfig(OptionObject):
         plain = {name: value for name, value in vars(self).items() if name != "device_mesh"}
         return {name: dict(vars(value)) if hasattr(value, "__dict__") else value for name, value in plain.items()}
 
-    def explicit(self) -> dict[str, Any]:
-        """Return sizes and options by their paths; no sizes where all are 1."""
+    def _check_handlers(self) -> None:
+        """Refuse options of handlers that would change nothing."""
         if self.sp_handler is not None and self.sp_handler.sp_attn_implementation is not None:
             raise ConfigError(
                 f"parallelism_config has sp_attn_implementation={self.sp_handler.sp_attn_implementation!r}, and the "
                 "attention is that of the model: load it with attn_implementation=..., and leave this one out"
             )
+        if self.tp_handler is not None and self.tp_handler.enable_async_tp:
+            raise ConfigError(
+                "parallelism_config has enable_async_tp=True, and tensor parallelism here waits for each exchange; "
+                "leave it out"
+            )
+
+    def explicit(self) -> dict[str, Any]:
+        """Return sizes and options by their paths; no sizes where all are 1."""
+        self._check_handlers()
         sizes: dict[str, Any] = {}
         if self.total_size > 1:
             sizes = {f"parallel.{axis}_size": self._size(axis) for axis in AXES}

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from accel_trainer.errors import ConfigError
-from accel_trainer.runtime.collectives import broadcast
+from accel_trainer.runtime.collectives import broadcast, gather_object
 from accel_trainer.runtime.process import ProcessContext, current_process, fix_cublas_workspace
 
 _seed_in_common: int | None = None
 """The seed whose streams all ranks still draw from; None when each has its own, or nobody seeded."""
 _stay_equal = False
+_readers: ProcessContext | None = None
+"""Where ranks share batches: this one's place among those that do not."""
 
 
 def set_seed(
@@ -37,6 +39,7 @@ def set_seed(
     Args:
         seed: the same on every rank.
         device_specific: add the rank to the seed at once, so that initial weights differ, too, until they are prepared.
+            Ranks that share batches (tensor, context or sequence parallelism) have one number.
         deterministic: use deterministic kernels only, chosen the same way in every run; an operation without one
             raises. For CUDA's matrix products `CUBLAS_WORKSPACE_CONFIG` is set, unless it is.
         rank: this process's rank; None asks the job that it has joined.
@@ -54,7 +57,7 @@ def set_seed(
         )
     value = seed
     if device_specific:
-        value += current_process().rank if rank is None else rank
+        value += (_readers or current_process()).rank if rank is None else rank
     _seed(value)
     _seed_in_common = None if device_specific or same_on_all_ranks else seed
     _stay_equal = same_on_all_ranks
@@ -85,6 +88,22 @@ def seed_own_streams(process: ProcessContext) -> None:
     if process.rank > 0:
         _seed_mixed(_seed_in_common % 2**64, process.rank)
     _seed_in_common = None
+
+
+def share_streams(process: ProcessContext, readers: ProcessContext) -> None:
+    """Give ranks that share batches one set of streams: where theirs differ, seeded anew. Collective where some do."""
+    global _readers
+    _readers = None if readers.world_size == process.world_size else readers
+    if _readers is None:
+        return
+    states = repr((random.getstate(), np.random.get_state())).encode(), torch.get_rng_state().numpy().tobytes()
+    host, device = (int.from_bytes(hashlib.sha256(state).digest()[:7], "big") for state in states)
+    shared = [said[1:] for said in gather_object([(readers.rank, host, device)], process) if said[0] == readers.rank]
+    if len({host for host, _ in shared}) > 1:
+        random.seed(shared[0][0])
+        np.random.seed(shared[0][0] % 2**32)
+    if len({device for _, device in shared}) > 1:
+        torch.manual_seed(shared[0][1])
 
 
 def stream_index(shard: int) -> int:

@@ -478,6 +478,8 @@ class ChunkedLoss:
         self.origin = ""
         self.settings = LossSettings(LossImplementation.PLAIN, None)
         self.label_smoothing = 0.0
+        self.skips_logits = False
+        """Whether the loss is enough, in a Trainer's evaluation."""
         self.is_made = False
         """Whether the forward that runs has made its loss."""
         self._heads: list[_Head] | None = None
@@ -536,7 +538,7 @@ class _ModelForward(ReplacedForward):
         self.loss = loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        skips_logits = kwargs.pop("skip_logits", False)  # of a Trainer's evaluation for which the loss is enough
+        skips_logits = kwargs.pop("skip_logits", False) or self.loss.skips_logits
         forward = self.own
         given = kwargs if not args else {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
         is_labelled = given.get("labels") is not None or given.get("shift_labels") is not None

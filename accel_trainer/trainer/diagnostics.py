@@ -88,8 +88,12 @@ class Fingerprints(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the fingerprints that a run before the checkpoint has of the updates that come again."""
         path = Path(args.output_dir) / _FINGERPRINTS_NAME
-        if state.is_world_process_zero and state.global_step and path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
+        text = path.read_text(encoding="utf-8") if state.is_world_process_zero and path.exists() else ""
+        if text and not text.endswith("\n"):
+            with path.open("a", encoding="utf-8") as file:
+                file.write("\n")
+        if state.global_step:
+            for line in text.splitlines():
                 with suppress(ValueError):  # the last one of a run that was killed
                     content = json.loads(line)
                     self._before[content["update"]] = content["sums"]

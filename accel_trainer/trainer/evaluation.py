@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -181,10 +182,12 @@ class _Pass:
     def _predict(self, model: nn.Module, inputs: Any, loss_only: bool, ignore_keys: list[str] | None) -> Any:
         """Return loss, logits and labels of one batch, in memory that the next batch leaves alone."""
         config = self.trainer.accelerator.config
-        is_plain = config.loss is LossImplementation.PLAIN or find_chunked_loss(model) is None
-        if loss_only and not (is_plain and config.parallel.sequence_size == 1) and isinstance(inputs, dict):
+        chunked = None if config.loss is LossImplementation.PLAIN else find_chunked_loss(model)
+        if loss_only and config.parallel.sequence_size > 1 and isinstance(inputs, dict):
             inputs = {**inputs, "skip_logits": True}  # as upstream asks of models with liger's kernels
-        loss, logits, labels = self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+        # The model that makes the loss may be inside of one that knows no such argument.
+        with nullcontext() if chunked is None else setting(chunked, skips_logits=loss_only):
+            loss, logits, labels = self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
         if reuses_outputs(config.compile):
             # torch.compile's CUDA graphs write the next batch's results into the same memory.
             loss, logits = map_leaves(lambda leaf: leaf.clone() if is_tensor(leaf) else leaf, (loss, logits))

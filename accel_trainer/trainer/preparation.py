@@ -155,6 +155,11 @@ def _check_options(args: TrainingArguments, accelerator: Accelerator) -> None:
             f"max_grad_norm={args.max_grad_norm}, gradient_accumulation_steps={args.gradient_accumulation_steps} would "
             "need all of them; set max_grad_norm=0 and gradient_accumulation_steps=1"
         )
+    if args.neftune_noise_alpha and config.parallel.sequence_size > 1:
+        raise ConfigError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha} is sized by the length of a sequence, of which each rank "
+            f"has a slice ({describe('parallel.cp_size')}, {describe('parallel.sp_size')}): leave one of the two out"
+        )
     if args.auto_find_batch_size and facts.builds_engine:
         raise ConfigError(
             f"auto_find_batch_size is set with strategy {accelerator.strategy.name!r}, whose engine is built for one "

@@ -36,6 +36,7 @@ from transformers.trainer_utils import (
 )
 
 from accel_trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from accel_trainer.big_models.dispatch import is_offloaded
 from accel_trainer.config import LossDivision
 from accel_trainer.data.loader import PreparedDataLoader, keeping_epoch
 from accel_trainer.errors import ConfigError
@@ -224,15 +225,14 @@ class Trainer(ResumingMethods, transformers.Trainer):
             self.accelerator.gather_for_metrics, use_gather_object=args.eval_use_gather_object
         )
         facts = self.accelerator.strategy.capabilities
-        self.is_sharded = facts.shards_parameters
-        self.is_deepspeed_enabled = facts.distributed_type == "DEEPSPEED"
-        self.is_fsdp_enabled = facts.distributed_type == "FSDP"
+        self.is_sharded, kind = facts.shards_parameters, facts.distributed_type
+        self.is_deepspeed_enabled, self.is_fsdp_enabled = kind == "DEEPSPEED", kind == "FSDP"
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if getattr(model, "hf_device_map", None) is None:
-            move_module(model, device)
-        else:
+        if getattr(model, "hf_device_map", None) is not None:
             super()._move_model_to_device(model, device)
+        elif not is_offloaded(model):
+            move_module(model, device)
 
     def _validate_args(self) -> None:
         check_dataset(self.train_dataset, "train_dataset")

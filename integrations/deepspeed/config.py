@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -424,8 +425,18 @@ class _Resolver:
         path, (dummy, _) = f"{section}.params", _STAND_INS[section]
         if keys is not None:
             self._refuse_unknown(path, keys)
+        params = self.data[section].setdefault("params", {})
+        known = self._names_of(section) if keys is None else keys
+        # What was given, and the section does not have: else DeepSpeed's own defaults would hold, without a word.
+        params |= {name: AUTO for name, fact in facts.items() if name in known and not fact.is_default} | params
         for name in list(self._section(path)):
             self._fill(f"{path}.{name}", facts.get(name), f"write a value, or pass {dummy} with it")
+
+    def _names_of(self, section: str) -> Collection[str]:
+        """Return the parameters of torch's class that a section names."""
+        _, torchs = _TYPES[section]
+        made = getattr(torchs, str(self.data[section].get("type")), None)
+        return () if made is None else inspect.signature(made).parameters.keys()
 
     def _scheduler(self) -> None:
         if not self._is_described("scheduler", self.facts.given_scheduler):

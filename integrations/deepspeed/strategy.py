@@ -269,6 +269,8 @@ def _needs_engine(job: TrainJob, config: EngineConfig) -> bool:
 def _adapt_own_methods(unit: DeepSpeedUnit, config: EngineConfig, process: ProcessContext) -> None:
     """Have a model's own methods for saving and for adapters work on the engine's parameters."""
     if config.stage == 3:
+        # transformers generates as far as the longest text of a rank, as it does only for models built in pieces.
+        unit.module._is_fsdp_managed_module = True  # type: ignore[assignment]
         _forget_unused_conversions(unit.module)
         gather_in_save_pretrained(unit.module, process, unit.checkpoint_io)
         refuse_merges(unit.module)
@@ -392,7 +394,8 @@ def resolve_arguments(
     scheduler = {"warmup_max_lr": rate}
     if num_steps is not None:
         scheduler["total_num_steps"] = Fact(num_steps, "the Trainer's number of steps")
-        scheduler["warmup_num_steps"] = Fact(num_warmup_steps or 0, "TrainingArguments(warmup_steps=...)")
+        warmup = num_warmup_steps or 0
+        scheduler["warmup_num_steps"] = Fact(warmup, "TrainingArguments(warmup_steps=...)", is_default=not warmup)
     facts = _facts_of(
         resolved,
         process.world_size,

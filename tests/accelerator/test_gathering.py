@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator, PartialState, set_seed, utils
 from accel_trainer.errors import ConfigError, DistributedOperationException, ProcessGroupError
@@ -202,3 +204,24 @@ def test_small_and_large_tensors_of_any_dtype_are_gathered_for_metrics_exactly()
     expected = [((6, 2), [6.0])] + [((6, 2), [9.0])] * 4
     expected += [((2,), [1.0]), ((0, 4), [0.0]), ((10, 100), [5.0]), ((6, 2), [6.0]), ((6, 1), [18.0])]
     assert run_ranks(gather_all_kinds, 2) == [expected] * 2
+
+
+def gather_numbers() -> tuple[Any, ...]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(1.0, 6.0), batch_size=2))
+    found: tuple[list[Any], ...] = ([], [], [], [])
+    for batch in loader:
+        mean = batch.mean()
+        for kept, each in zip(found, (mean, mean.item(), np.array(mean.item()), {mean.item()}), strict=True):
+            kept.extend(accelerator.gather_for_metrics(each))
+    for batch in loader:
+        found[1].extend(accelerator.gather_for_metrics(batch.mean().item(), use_gather_object=True))
+    return found
+
+
+def test_numbers_of_a_rank_that_has_no_sample_in_a_step_are_left_out():
+    for tensors, numbers, arrays, sets in run_ranks(gather_numbers, 2):
+        assert [each.item() for each in tensors] == [1.5, 3.5, 5.0]
+        assert numbers == [1.5, 3.5, 5.0] * 2
+        assert [each.item() for each in arrays] == [1.5, 3.5, 5.0]
+        assert sets == [{1.5}, {3.5}, {5.0}]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accel_trainer import Accelerator, DataLoaderConfiguration, GradientState
 from accel_trainer.data_loader import (
@@ -140,3 +140,25 @@ def test_batches_made_by_hand_are_a_ranks_own_and_dispatched_ones_are_shared_out
     first, second = run_ranks(on_two_ranks, 2)
     assert first[0] == second[0] == [[0, 1, 10, 11], [2, 3, 12, 13]]
     assert (first[1], second[1]) == ([[0, 1], [4, 5]], [[2, 3], [6, 7]])
+
+
+class _Counting(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(16))
+
+
+def prepare_own_shards() -> tuple[list[int], str]:
+    accelerator = Accelerator(cpu=True)
+    number, rank = accelerator.num_processes, accelerator.process_index
+    stream = IterableDatasetShard(_Counting(), batch_size=2, num_processes=number, process_index=rank)
+    read = [row for batch in accelerator.prepare(DataLoader(stream, batch_size=2)) for row in batch.tolist()]
+    shard = BatchSamplerShard(BatchSampler(SequentialSampler(range(16)), 2, False), number, rank)
+    with pytest.raises(ConfigError) as refused:
+        accelerator.prepare(DataLoader(list(range(16)), batch_sampler=shard))
+    return read, str(refused.value)
+
+
+def test_shards_that_were_made_by_hand_are_not_cut_again():
+    (first, message), (second, _) = run_ranks(prepare_own_shards, 2)
+    assert sorted(first + second) == list(range(16))
+    assert "ShardedBatchSampler shards by rank already (num_replicas=2)" in message

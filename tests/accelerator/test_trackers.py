@@ -167,6 +167,28 @@ def test_options_of_another_tracker_are_passed_over_and_a_misspelt_one_is_not(ca
     accelerator.end_training()
 
 
+class InAccelerateForm(Notes):
+    """Is made with its name alone, and an option of its own."""
+
+    name = "InAccelerateForm"
+
+    def __init__(self, run_name: str, entity: str | None = None) -> None:
+        super().__init__(run_name)
+        self.entity = entity
+
+
+def test_a_class_gets_its_options_and_no_directory_that_it_does_not_ask_for(tmp_path: Path):
+    registry.TRACKER_CLASSES["InAccelerateForm"] = InAccelerateForm
+    try:
+        for options, entity in (({}, None), ({"entity": "us"}, "us")):
+            accelerator = Accelerator(cpu=True, log_with="InAccelerateForm", project_dir=tmp_path)
+            accelerator.init_trackers("project", init_kwargs={"InAccelerateForm": options})
+            assert accelerator.get_tracker("InAccelerateForm").entity == entity
+            accelerator.end_training()
+    finally:
+        del registry.TRACKER_CLASSES["InAccelerateForm"]
+
+
 class Picky(Unreachable):
     """Takes no options, as a library whose argument is misspelled."""
 
@@ -179,6 +201,8 @@ def test_what_is_wrong_with_trackers_is_said():
         accelerator.get_tracker("notes")
     with pytest.raises(ConfigError, match=r"options for 'note'; did you mean 'notes'\? Trackers of this run: notes"):
         accelerator.init_trackers("project", init_kwargs={"note": {}})
+    with pytest.raises(ConfigError, match="init_kwargs has options for 'notes', which log_with has as an object; give"):
+        Accelerator(cpu=True, log_with=Notes()).init_trackers("project", init_kwargs={"notes": {"entity": "us"}})
     with pytest.raises(ConfigError, match=r"init_trackers\(config=...\) got a list; pass a dict"):
         accelerator.init_trackers("project", config=[1])
     with pytest.raises(ConfigError, match=r"'wanbd'.*Trackers of this run: none, since log_with is not given"):

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from accel_trainer import (
     Accelerator,
+    Trainer,
+    TrainingArguments,
     cpu_offload,
     cpu_offload_with_hook,
     disk_offload,
@@ -100,6 +102,30 @@ def test_an_offloaded_model_computes_the_same_and_comes_back(
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     assert torch.equal(model(IDS), expected)
     assert "forward" not in vars(model.hidden)
+    assert model.head.weight is model.embed.weight  # tied as it was: else an optimizer would train two
+
+
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_a_tied_weight_is_read_by_both_names_where_a_module_is_offloaded_whole(
+    model: Net, expected: Tensor, tmp_path: Path, to_disk: bool
+):
+    tied = model.embed.weight.detach().clone()
+    if to_disk:
+        disk_offload(model, tmp_path / "weights", preload_module_classes=["Net"])
+    else:
+        cpu_offload(model, preload_module_classes=["Net"])
+    assert model.head.weight.is_meta
+    assert torch.equal(model(IDS), expected)
+    assert torch.equal(get_state_dict_offloaded_model(model)["head.weight"], tied)
+
+
+def test_a_model_computes_with_the_weights_that_it_was_dispatched_with(model: Net, expected: Tensor, tmp_path: Path):
+    other, folder = Net().eval(), tmp_path / "weights"
+    other_expected = other(IDS).detach()
+    disk_offload(model, folder, preload_module_classes=["Used"])
+    disk_offload(other, folder, preload_module_classes=["Used"])  # one folder for two models, neither of which has run
+    assert torch.equal(model(IDS), expected)
+    assert torch.equal(other(IDS), other_expected)
 
 
 def test_gradients_flow_through_an_offloaded_model(model: Net):
@@ -326,3 +352,43 @@ def test_layers_from_disk_take_no_memory_of_their_own(tmp_path: Path):
     [(taken, is_equal)] = run_ranks(peak_from_disk, 1, tmp_path)
     assert is_equal
     assert taken < 12, f"{taken} MiB beside 64 MiB of mapped files"
+
+
+@pytest.mark.parametrize("how", ["all on disk", "cpu and disk", "on the host"])
+def test_a_wholly_offloaded_model_is_prepared_and_evaluated_by_a_trainer_where_it_is(how: str, tmp_path: Path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval()
+    inputs = torch.ones(1, 4)
+    expected = model(inputs)
+    save_weights(model.state_dict(), tmp_path)
+    if how == "on the host":
+        cpu_offload(model)
+    else:
+        places = {"": "disk"} if how == "all on disk" else {"0": "cpu", "1": "disk"}
+        model = load_checkpoint_and_dispatch(model, tmp_path, places)
+    accelerator = Accelerator(cpu=True)
+    assert torch.equal(accelerator.prepare(model)(inputs), expected)
+    trainer = Trainer(_WithLoss(model), TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to=[]))
+    rows = [{"x": torch.ones(4), "labels": torch.zeros(2)}] * 2
+    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(expected.square().mean().item())
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.model(x)
+        return (found - labels).square().mean(), found
+
+
+def test_a_dtype_is_that_of_what_the_files_lack_too_and_pages_are_not_copies(tmp_path: Path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval()
+    save_weights({name: each for name, each in model.state_dict().items() if name.startswith("0.")}, tmp_path)
+    report = load_checkpoint_in_model(model, tmp_path, dtype="bfloat16")
+    assert report.missing_keys == ["1.weight", "1.bias"]
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    first = nn.Sequential(nn.Linear(4, 4))
+    on_disk = load_checkpoint_and_dispatch(first, tmp_path, {"": "disk"}, dtype=torch.bfloat16)
+    on_disk(torch.ones(1, 4, dtype=torch.bfloat16))
+    assert on_disk[0]._hf_hook.pages() is None  # else the whole model would stay in memory, in copies

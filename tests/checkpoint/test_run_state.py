@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections import defaultdict
 from pathlib import Path
@@ -78,6 +79,16 @@ def test_an_explicit_directory_is_honoured_beside_automatic_naming(tmp_path: Pat
     accelerator, *_ = prepared(project_config=configuration)
     assert accelerator.save_state(tmp_path / "mine") == tmp_path / "mine"
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_an_explicit_directory_is_not_copied_to_a_store_and_a_warning_says_so(tmp_path: Path, caplog: Any):
+    accelerator, *_ = prepared(config={"checkpoint_uri": f"file://{tmp_path}/store"})
+    logging.getLogger("accel_trainer").addHandler(caplog.handler)
+    accelerator.save_state(tmp_path / "checkpoint_6")
+    logging.getLogger("accel_trainer").removeHandler(caplog.handler)
+    accelerator.end_training()
+    assert not (tmp_path / "store").exists()
+    assert any("checkpoint_uri is set, and save_state(directory) copies nothing there" in m for m in caplog.messages)
 
 
 def test_without_any_directory_saving_says_what_to_give():
@@ -216,6 +227,13 @@ def test_an_optimizer_state_comes_back():
 def test_something_else_is_refused_with_its_place():
     with pytest.raises(ConfigError, match=r"state\.a\.0 is a random\.Random, which a checkpoint cannot hold"):
         encode({"a": [random.Random(0)]}, {})
+    for value, what in (
+        (np.array(["a"]), r"numpy\.ndarray of <U1"),
+        (torch.eye(2).to_sparse(), "Tensor of torch.sparse"),
+    ):
+        with pytest.raises(ConfigError, match=rf"state\.words is a .*{what}.*, which a checkpoint cannot hold"):
+            encode({"words": value}, {})
+    assert round_trip({None, 1, "a"}) == {None, 1, "a"}
 
 
 def test_mapping_subclasses_come_back_as_dicts():

@@ -296,6 +296,15 @@ def test_a_policy_of_checkpointing_in_every_form(tmp_path, text, policy):
         assert resolve(**given).config == config == resolve(flags=flags).config
 
 
+@pytest.mark.parametrize("text", ["off", "false"])
+@pytest.mark.parametrize("before", ["", "mixed_precision: 'no'\n"])
+def test_a_file_that_turns_checkpointing_off_asks_for_no_sharding(tmp_path, text, before):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{before}activation_checkpointing: {text}\n")
+    config = resolve(file=file).config
+    assert (config.strategy, config.recomputation) == (resolve().config.strategy, "off")
+
+
 @pytest.mark.parametrize(
     "text",
     ["every:0", "{every: two}", "{every: 2, ops: [aten.mm]}", "'ops:'", "ops:mm", "{ops: [aten.mm, 3]}", "[full]"],

@@ -76,6 +76,17 @@ def test_sizes_are_those_of_the_model_that_the_configuration_names(is_tied: bool
     assert row([str(tmp_path / "config.json"), "--dtypes", "bfloat16"]) == ["bfloat16", layer / 2, num_bytes / 2, half]
 
 
+def test_parts_with_a_dtype_of_their_own_are_measured_alike(tmp_path: Path) -> None:
+    part = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision, text = {**part, "image_size": 16, "patch_size": 8}, {**part, "vocab_size": 64, "model_type": "llama"}
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        parts = {"text_config": {**text, "dtype": dtype}, "vision_config": {**vision, "dtype": dtype}}
+        content = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "dtype": dtype, **parts}
+        rows.append(row([write(tmp_path / dtype, content), "--dtypes", "float32"]))
+    assert rows[0] == rows[1]
+
+
 def test_without_a_class_it_is_the_body_as_with_accelerate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = write(tmp_path / "bert", {"model_type": "bert", "vocab_size": 28996})  # bert-base-cased
     assert row([name])[1:3] == [90669056, 433249280]  # of test_cli.py there

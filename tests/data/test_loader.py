@@ -184,6 +184,16 @@ def test_the_epoch_moves_on_after_a_whole_pass_only() -> None:
     assert loader.epoch == 2
 
 
+def test_an_epoch_that_is_chosen_while_an_iterator_is_held_holds() -> None:
+    loader, orders = prepare(DataLoader(Numbers(8), 2, shuffle=True)), []
+    for epoch in range(4):
+        loader.set_epoch(epoch)
+        iterator = iter(loader)  # the one before is closed only here
+        orders.append([next(iterator).tolist() for _ in range(len(loader))])
+    again = prepare(DataLoader(Numbers(8), 2, shuffle=True))
+    assert orders == [[batch.tolist() for batch in again] for _ in range(4)]
+
+
 def test_a_pass_left_early_does_not_move_a_sampler_that_counts_epochs_itself() -> None:
     class Wrapping:
         def __init__(self) -> None:

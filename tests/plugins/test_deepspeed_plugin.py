@@ -14,6 +14,7 @@ from torch import nn
 from accel_trainer.config import resolve
 from accel_trainer.config.deepspeed_block import read_block
 from accel_trainer.errors import ConfigError
+from accel_trainer.plugins.deepspeed_plugin import DeepSpeedPlugins
 from accel_trainer.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler, HfDeepSpeedConfig
 
 ENGINE = {
@@ -136,6 +137,20 @@ def test_changes_of_the_configuration_are_taken():
         "zero_optimization": {"stage": 1, "overlap_comm": True},
         "train_micro_batch_size_per_gpu": 4,
     }
+
+
+def test_changes_of_a_plugin_that_is_not_in_use_hold_when_it_is_selected():
+    first, second = DeepSpeedPlugin(zero_stage=2), DeepSpeedPlugin(zero_stage=2)
+    plugins = DeepSpeedPlugins.of(None, {"first": first, "second": second})
+    plugins.resolve(resolved(first), SimpleNamespace(distributed_type="DEEPSPEED"), resolved)
+    engine = SimpleNamespace(building=None)
+    plugins.use("first", plugins.resolved["first"], engine)
+    second.deepspeed_config["gradient_clipping"] = 0.25
+    for name in ("second", "first", "second"):
+        plugins.use(name, plugins.resolved[name], engine)
+        found = plugins.edited(plugins.resolved[name]).config.deepspeed.get("gradient_clipping")
+        assert found == (0.25 if name == "second" else None)
+    assert second.deepspeed_config["gradient_clipping"] == 0.25
 
 
 @pytest.mark.parametrize("options", [{"enable_msamp": True}, {"msamp_opt_level": "O2"}])

@@ -243,6 +243,8 @@ def test_the_plugin_can_switch_a_configured_compilation_off():
     configured = {"compile": {"backend": "accel_trainer_recording"}}
     assert compile_with(TorchDynamoPlugin(), config=configured) == [{}]
     assert compile_with(TorchDynamoPlugin(disable=True), config=configured) == []
+    off = TorchDynamoPlugin(backend="inductor", options={"epilogue_fusion": True}, disable=True)
+    assert compile_with(off, config=configured) == []
 
 
 def test_a_compiled_model_under_bf16_has_one_graph():

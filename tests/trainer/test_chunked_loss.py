@@ -13,7 +13,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.trainer import Trainer
 from tests.cells import crossed
 from tests.strategy_configs import needs_deepspeed
-from tests.trainer_jobs import arguments, build_trainer, on_ranks, train
+from tests.trainer_jobs import TokenDataset, arguments, build_model, build_trainer, on_ranks, train
 
 
 class Watching(Trainer):
@@ -99,3 +99,25 @@ def test_the_arguments_are_options_of_files_and_variables_too(tmp_path: Path, mo
     assert (given.config.loss, given.config.loss_chunk_tokens) == ("chunked", 7)
     monkeypatch.setenv("ACCEL_TRAINER_LOSS", "chunked")
     assert arguments(tmp_path).resolved.config.loss == "chunked"
+
+
+class Around(torch.nn.Module):
+    """Has a language model inside, and takes no other arguments than these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build_model()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return self.model(input_ids=input_ids, labels=labels)
+
+
+def test_a_language_model_inside_of_another_module_is_evaluated(tmp_path: Path):
+    losses = []
+    for loss in ("plain", "chunked"):
+        data = TokenDataset(6)
+        args = arguments(tmp_path, loss_implementation=loss, max_steps=2, prediction_loss_only=True)
+        trainer = Trainer(Around(), args, train_dataset=data, eval_dataset=data)
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)

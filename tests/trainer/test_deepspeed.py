@@ -345,6 +345,32 @@ def train_with_an_empty_group(output_dir: str) -> None:
     trainer.train()
 
 
+def generate_apart(output_dir: str) -> tuple[Any, bool, bool]:
+    """Generate texts of unlike lengths with a model that was not built in pieces; and build others behind a Trainer."""
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    section = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "zero3_init_flag": False}
+    trainer = build_trainer(output_dir, deepspeed={**AUTO, **section}, max_steps=1)
+    before = hasattr(next(build_model().parameters()), "ds_id")
+    trainer.train()
+    model, length = trainer.accelerator.unwrap_model(trainer.model_wrapped).eval(), 4 + trainer.args.process_index
+
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= length, dtype=torch.bool)
+
+    criteria = StoppingCriteriaList([Stop()])
+    words = torch.tensor([[5, 6, 7]])
+    found = model.generate(words, max_new_tokens=6, do_sample=False, stopping_criteria=criteria, eos_token_id=None)
+    return found.shape[1], before, hasattr(next(build_model().parameters()), "ds_id")
+
+
+@pytest.mark.multirank
+def test_a_model_that_is_not_built_in_pieces_generates_texts_of_unlike_lengths(tmp_path):
+    found = run_ranks(generate_apart, 2, str(tmp_path), timeout=100)
+    assert found == [(4, False, False), (5, False, False)]
+
+
 def refusals(output_dir: str) -> list[str]:
     messages = []
     path = engine_checkpoint_of(Path(output_dir), 4)

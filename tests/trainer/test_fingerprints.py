@@ -153,6 +153,22 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path):
         run_report([str(tmp_path), "--diff"])
     for name in ("a", "b"):
         _train(str(tmp_path / name), strategy="single", fingerprint_every=2)
+    with (tmp_path / "b" / "fingerprints.jsonl").open("a") as file:
+        file.write('{"update": 5, "su')  # a run that was killed
+    assert run_report([str(tmp_path / "a"), str(tmp_path / "b"), "--diff"]) == 0
     (tmp_path / "b" / "fingerprints.jsonl").write_text('{"update": 2')
     with pytest.raises(CorruptCheckpointError, match=r"fingerprints.jsonl cannot be read .*; name runs whose file"):
         run_report([str(tmp_path / "a"), str(tmp_path / "b"), "--diff"])
+
+
+def test_a_resumed_run_that_is_alike_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    # A llama takes num_items_in_batch: the first micro-batch of each train() has forwards more.
+    options = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    options["lr_scheduler_type"] = "constant"
+    _train(str(tmp_path / "whole"), strategy="single", **options)
+    _train(str(tmp_path / "parts"), strategy="single", **options, max_steps=2)
+    again = build_trainer(str(tmp_path / "parts"), fingerprint_every=1, max_steps=4, on_nonfinite="warn", **options)
+    again.train(resume_from_checkpoint=True)
+    again.save_state()
+    code, text = _diff(capsys, tmp_path / "whole", tmp_path / "parts")
+    assert (code, "fingerprints: none" in text) == (0, True), text

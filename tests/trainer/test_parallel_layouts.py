@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel_trainer.errors import ConfigError
 from tests.attention_kernels import register_attention_kernels
 from tests.cells import beyond
 from tests.ranks import RankFailure, preload, run_ranks
@@ -121,3 +122,14 @@ def test_a_run_on_a_mesh_is_that_of_one_process(name: str, alone: tuple[dict[str
     again = run_ranks(run, 1, str(tmp_path / "again"), 2, None, f"{tmp_path}/run/checkpoint-2")[0]
     flat = [number for log in again["logs"][-2:] for number in log]
     assert flat == pytest.approx([number for log in expected["logs"][-2:] for number in log], rel=2e-5)
+
+
+def refuse_noise(directory: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        train(directory, build(), 2, {"sp_size": 2}, neftune_noise_alpha=5.0)
+    return str(refused.value)
+
+
+def test_noise_that_is_sized_by_the_length_of_a_sequence_is_refused_for_slices(tmp_path: Path):
+    for message in run_ranks(refuse_noise, 2, str(tmp_path)):
+        assert "neftune_noise_alpha=5.0 is sized by the length of a sequence, of which each rank has a slice" in message

@@ -193,7 +193,7 @@ def load_checkpoint_in_model(
     if strict:
         _refuse_differences(weights, model, missing, unexpected)
     devices = _choose_devices(model, groups.values(), device_map, offload_buffers)
-    dtypes = _choose_dtypes(own, sources, dtype, keep_in_fp32_modules)
+    dtypes = _choose_dtypes(own, [*sources, *missing], dtype, keep_in_fp32_modules)
     on_disk: set[str] = set()
     for name, stored in _in_file_order(sources, weights):
         names, device = groups[id(own[name])], devices[name]
@@ -204,11 +204,19 @@ def load_checkpoint_in_model(
         else:
             _fill(own[name], weights, stored, device, dtypes[name])
     initialized = _fill_missing(model, missing, init_missing, device_map)
+    _convert(own, missing, dtypes)
     report = LoadReport(missing, unexpected, [name for name in initialized if name not in on_disk])
     _warn(weights, model, report)
     if offload_index is None and offload_folder is not None:
         _write_index(index, Path(offload_folder))
     return report
+
+
+def _convert(own: Mapping[str, Tensor], names: Iterable[str], dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give tensors that no file has the dtype of the others."""
+    for name in names:
+        if not own[name].is_meta and own[name].dtype != dtypes[name]:
+            own[name].data = own[name].data.to(dtypes[name])
 
 
 def _refuse_differences(weights: Weights, model: nn.Module, missing: list[str], unexpected: list[str]) -> None:

@@ -160,9 +160,10 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         self.device = device
         self.aliases = dict(aliases or {})
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index, *self.aliases]))
-        # They stay open: a file that is saved anew under the same name does not change what this model computes.
+        # They are opened now, and stay open: a file that is saved anew under the same name, by another model in the
+        # same folder, does not change what this model computes. Nothing is read by that.
         self._open = lru_cache(None)(SafetensorsFile)
-        self._mapped: dict[str, Tensor] = {}
+        self._mapped = {key: self._map(key) for key in self.index if key not in self.state_dict}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
         """Return a loader with copies of the weights in memory; files are shared, and nobody changes them."""
@@ -175,8 +176,6 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             return self.state_dict[key]
         if key not in self.index and key in self.aliases:
             return self[self.aliases[key]]
-        if key not in self._mapped:
-            self._mapped[key] = self._map(key)
         found = self._mapped[key]
         entry = self.index[key]
         if "safetensors_file" in entry:
@@ -190,6 +189,16 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
                 raise ConfigError(f"the index says that {key!r} has a file of its own, and not where; give save_folder")
             return load_offloaded_weight(Path(self.save_folder, f"{key}.dat"), entry)
         return self._open(Path(entry["safetensors_file"]))[entry.get("weight_name", key)]
+
+    def pages(self, names: Iterable[str]) -> list[Tensor] | None:
+        """Return those of some weights that are on disk, mapped; None where one is a copy, in another dtype."""
+        found = []
+        for key in (name for name in names if name not in self.state_dict):
+            stored = key if key in self.index else self.aliases[key]
+            found.append(self[stored])
+            if found[-1].dtype != self._mapped[stored].dtype:
+                return None
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)

@@ -138,6 +138,9 @@ class RunReport(RunObserver):
             self._final = self._finish()
 
     def _add_point(self, step: int) -> None:
+        if step < self._last_point[0]:  # the run has gone back
+            self._points = [point for point in self._points if point[0] < step]
+            self._last_point = (step - 1, self._last_point[1])
         last_step, last_seconds = self._last_point
         if step == last_step:
             return

@@ -416,11 +416,11 @@ _TIMES = (MEMORY, MFU, THROUGHPUT, TOKEN_RATE)
 
 def find_logged_difference(first: RecordedRun, second: RecordedRun) -> str:
     """Return, in words, the first value that both runs have logged and that differs; empty where none does."""
-    parted: list[tuple[float, str, float, float]] = []
+    parted: list[tuple[float, str, float | str, float | str]] = []
     last_alike: dict[str, float] = {}
     for name in first.curves.keys() & second.curves.keys() - {*_TIMES}:
-        theirs = dict(second.curves[name])
-        for step, value in first.curves[name]:
+        ours, theirs = (dict([*run.curves[name], *run.not_finite.get(name, ())]) for run in (first, second))
+        for step, value in sorted(ours.items()):
             if step not in theirs:
                 continue
             if value != theirs[step]:
@@ -431,7 +431,7 @@ def find_logged_difference(first: RecordedRun, second: RecordedRun) -> str:
         return ""
     step, name, value, other = min(parted, key=lambda each: (each[0], each[1] != TRAIN_LOSS, each[1]))
     before = f"alike until update {last_alike[name]:g}" if name in last_alike else "the first that both have logged"
-    return f"update {step:g}: {name} is {value!r} and {other!r}; {before}"
+    return f"update {step:g}: {name} is {value} and {other}; {before}"
 
 
 def find_fingerprint_difference(first: Path, second: Path) -> str | None:
@@ -447,8 +447,12 @@ def find_fingerprint_difference(first: Path, second: Path) -> str | None:
     for place, update in enumerate(both):
         if ours[update] == theirs[update]:
             continue
-        pairs = zip(ours[update], theirs[update], strict=False)
-        found = next((mine[0] for mine, other in pairs if mine != other), "how many modules were called")
+        # From the end: a run that begins or resumes asks a forward or two more of its first micro-batch.
+        number = min(len(ours[update]), len(theirs[update]))
+        pairs = zip(ours[update][-number:], theirs[update][-number:], strict=True)
+        found = next((mine[0] for mine, other in pairs if mine != other), None)
+        if found is None:
+            continue
         before = f"those of update {both[place - 1]} are alike" if place else "it is the first that both have"
         return f"update {update}: {found}; {before}"
     return ""
@@ -462,10 +466,19 @@ def _read_fingerprints(path: Path) -> Mapping[int, Sequence[Any]]:
         return {}
     try:
         # A run that was resumed, or has gone back, has come by some updates again: the last one counts.
-        lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-        return {line["update"]: line["sums"] for line in lines}
+        found = [line for text in file.read_text(encoding="utf-8").splitlines() if (line := _read_line(text))]
+        if not found:
+            raise ValueError("no line of it is JSON")
+        return {line["update"]: line["sums"] for line in found}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpointError(f"{file} cannot be read ({error}); name runs whose file is whole") from error
+
+
+def _read_line(text: str) -> Any:
+    """Return a line of fingerprints; None for the half of one that a run which was killed has left."""
+    with suppress(ValueError):
+        return json.loads(text)
+    return None
 
 
 def describe_difference(runs: Sequence[RecordedRun], paths: Sequence[Path], options: Sequence[str]) -> tuple[str, bool]:

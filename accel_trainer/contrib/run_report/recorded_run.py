@@ -51,6 +51,8 @@ class RecordedRun:
     curves: dict[str, list[Point]] = field(default_factory=dict)
     num_not_finite: dict[str, int] = field(default_factory=dict)
     """Of a curve's values, those that are NaN or infinite; they are not drawn."""
+    not_finite: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
+    """Those values, as words."""
     figures: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float | None] = field(default_factory=dict)
     """By phase, and in all; None for a phase that was not measured."""
@@ -112,6 +114,7 @@ def _add(run: RecordedRun, name: str, step: float, value: float | None) -> None:
         run.curves.setdefault(name, []).append((step, value))
     else:
         run.num_not_finite[name] = run.num_not_finite.get(name, 0) + 1
+        run.not_finite.setdefault(name, []).append((step, str(value)))
 
 
 def _figures(
@@ -142,13 +145,8 @@ def read_run(path: Path, keep: Keep = thin_out) -> RecordedRun:
             f"{path} does not exist; name the output_dir of a run, a checkpoint in it, or a page"
         )
     runs = [_read_state(state, keep) for state in _states_in(path)]
-    page = path / PAGE_NAME
-    if page.is_file() and (keep is thin_out or not runs):
-        try:
-            runs.insert(0, _read_page(page))
-        except AccelTrainerError:
-            if not runs:
-                raise
+    if keep is thin_out or not runs:
+        runs = [*_page_in(path, runs), *runs]
     if not runs:
         raise CheckpointNotFoundError(
             f"{path} holds neither {STATE_NAME} nor a checkpoint-N with one, nor a {PAGE_NAME}; name the output_dir of "
@@ -156,6 +154,26 @@ def read_run(path: Path, keep: Keep = thin_out) -> RecordedRun:
         )
     # The first of several with the same update: a page has what came after the last save, too.
     return max(runs, key=lambda run: run.update)
+
+
+def _page_in(path: Path, runs: Sequence[RecordedRun]) -> list[RecordedRun]:
+    """Return the run of a directory's page, if there is one; none where it is not that of the states, or broken."""
+    page = path / PAGE_NAME
+    if not page.is_file():
+        return []
+    try:
+        shown = _read_page(page)
+    except AccelTrainerError:
+        if not runs:
+            raise
+        return []
+    return [shown] if not runs or _is_of(shown, runs[-1]) else []
+
+
+def _is_of(page: RecordedRun, state: RecordedRun) -> bool:
+    """Return whether a page shows the run of a state, and not one that was in the directory before."""
+    shown = dict(page.curves.get(TRAIN_LOSS, ()))
+    return all(shown.get(step, loss) == loss for step, loss in state.curves.get(TRAIN_LOSS, ()))
 
 
 def _states_in(path: Path) -> list[Path]:

@@ -491,6 +491,8 @@ class _SequenceForward(ReplacedForward):
                 f"{name} is given {', '.join(others)}, and sequence parallelism shares out "
                 f"{', '.join(sorted(_GIVEN))}; leave it out, or {_WAY_OUT}"
             )
+        if given.get("output_router_logits"):
+            raise ConfigError(f"{name} is asked for router logits, of which no rank has all; leave them out")
         if given.get("output_attentions") or self.module.config.output_attentions:
             raise ConfigError(f"{name} is asked for attentions, which no rank has in full; set output_attentions=False")
 

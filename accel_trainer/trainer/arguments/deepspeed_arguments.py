@@ -130,4 +130,7 @@ def complete_engine_config(
     engine = adapter.resolve_arguments(
         resolved, _numbers(args), current_process(), model=model, num_steps=num_steps, num_warmup_steps=warmup, **given
     )
-    return dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, deepspeed=engine.data))
+    in_pieces = {} if engine.stage < 3 or engine.builds_in_pieces else {"zero3_init_flag": False}
+    return dataclasses.replace(
+        resolved, config=dataclasses.replace(resolved.config, deepspeed={**engine.data, **in_pieces})
+    )

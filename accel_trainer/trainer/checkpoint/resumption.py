@@ -215,7 +215,12 @@ class Resumption:
             position = Position.read(saved)
         self._compare_lengths(position, loader, is_ignored=args.ignore_data_skip)
         if position.is_complete:
-            position = Position(epoch=position.epoch + 1, seed=position.seed, workers=position.workers)
+            position = Position(
+                epoch=position.epoch + 1,
+                seed=position.seed,
+                workers=position.workers,
+                generator=position.generator,
+            )
         self.epoch, self.steps_left = position.epoch, steps
         if args.ignore_data_skip:
             return values

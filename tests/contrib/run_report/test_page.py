@@ -308,6 +308,26 @@ def test_the_newest_checkpoint_of_a_run_of_any_trainer_is_enough(tmp_path: Path,
     assert read_run(run).update == 12
 
 
+def test_a_page_of_the_run_that_was_there_before_is_no_source_of_a_new_one(tmp_path: Path):
+    run = tmp_path / "run"
+    write_state(run / "trainer_state.json", loss=3.0)
+    assert main(["report", str(run)]) == 0
+    write_state(run / "trainer_state.json", loss=7.0)  # another run of as many updates
+    assert main(["report", str(run)]) == 0
+    assert read_run(run / "report.html").curves["loss"][0] == (1, 7.0)
+
+
+def test_a_loss_that_is_no_number_differs_from_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name, last in (("a", 1.5), ("b", math.nan), ("c", math.nan)):
+        write_state(tmp_path / name / "trainer_state.json")
+        state = json.loads((tmp_path / name / "trainer_state.json").read_text())
+        state["log_history"][-1]["loss"] = last
+        (tmp_path / name / "trainer_state.json").write_text(json.dumps(state))
+    assert main(["report", "--diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "update 4: loss is 1.5 and nan; alike until update 3" in capsys.readouterr().out
+    assert main(["report", "--diff", str(tmp_path / "b"), str(tmp_path / "c")]) == 0
+
+
 def test_runs_are_compared_in_one_page_and_told_apart_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("a/out", "b/out"):

@@ -164,6 +164,24 @@ def test_throughput_leaves_out_evaluations_and_saves(tmp_path):
     assert tokens == 32 * 12
 
 
+def test_a_run_that_goes_back_leaves_no_points_of_updates_that_were_taken_back(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 3, "on_nonfinite": "rollback", "logging_steps": 1}
+    trainer = build_trainer(tmp_path, max_steps=8, **options)
+    compute_loss, calls = trainer.compute_loss, []
+
+    def poison(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        loss = compute_loss(*args, **kwargs)
+        return loss * float("nan") if trainer.state.global_step == 5 and len(calls) < 7 else loss
+
+    trainer.compute_loss = poison
+    trainer.train()
+    points = throughput_of(trainer)
+    assert len(calls) > trainer.state.global_step > 4
+    assert [step for step, _ in points] == list(range(1, trainer.state.global_step + 1))
+    assert all(rate > 0 for _, rate in points)
+
+
 def test_a_resumed_run_goes_on_with_the_curves_of_the_first(tmp_path, info_log):
     first = build_trainer(tmp_path, save_strategy="steps", save_steps=4)
     first.train()

@@ -244,6 +244,19 @@ def test_the_peak_of_the_schedule_is_the_rate_of_the_optimizer():
     assert data(block, facts)["scheduler"]["params"] == {"warmup_max_lr": 3e-4, "warmup_num_steps": 1}
 
 
+def test_numbers_that_were_given_hold_where_the_section_does_not_have_them():
+    given = {**said(lr=0.1, weight_decay=0.5), "eps": Fact(1e-8, "default", is_default=True)}
+    schedule = {**said(total_num_steps=9), "warmup_num_steps": Fact(0, "default", is_default=True)}
+    facts = alone(optimizer={**given, **said(betas=[0.5, 0.6])}, scheduler=schedule)
+    block = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}
+    found = data(block, facts)
+    assert found["optimizer"]["params"] == {"lr": 0.1, "weight_decay": 0.5, "betas": [0.5, 0.6]}
+    # WarmupLR has no total_num_steps; nobody gave a warm-up, so that of the section is no conflict.
+    assert found["scheduler"]["params"] == {"warmup_num_steps": 2, "warmup_max_lr": 0.1}
+    of_torch = data({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, facts)
+    assert of_torch["optimizer"]["params"] == {"momentum": 0.9, "lr": 0.1, "weight_decay": 0.5}
+
+
 def test_a_torch_optimizer_is_taken_as_it_is():
     facts = Facts(world_size=2, micro_batch_size=Fact(1, "x"), given_optimizer="torch")
     sharded = data({"zero_stage": 2}, facts)

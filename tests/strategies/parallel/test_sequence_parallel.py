@@ -265,6 +265,7 @@ def one_of_two() -> Iterator[nn.Module]:
             {"output_attentions": True},
             "is asked for attentions, which no rank has in full; set output_attentions=False",
         ),
+        ({"output_router_logits": True}, "is asked for router logits, of which no rank has all; leave them out"),
     ],
 )
 def test_inputs_that_cannot_be_shared_out_are_refused(one_of_two: nn.Module, inputs: dict[str, Any], message: str):

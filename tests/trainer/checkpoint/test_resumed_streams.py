@@ -8,14 +8,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
+from accel_trainer import Accelerator, Trainer
 from tests.cells import beyond, crossed
 from tests.ranks import preload
-from tests.trainer_jobs import SaveAt, SaveWithin, arguments, build_trainer, on_ranks, strategy_arguments, summary
+from tests.trainer_jobs import (
+    SaveAt,
+    SaveWithin,
+    TokenDataset,
+    arguments,
+    build_model,
+    build_trainer,
+    on_ranks,
+    strategy_arguments,
+    summary,
+)
 
 preload("transformers.data.data_collator", "tokenizers")
 
@@ -316,3 +328,55 @@ def test_a_save_within_an_update_has_the_streams_from_before_that_update(tmp_pat
     whole, resumed = summary(callback.trainer)["losses"], summary(again)["losses"]
     assert (resumed == whole) is remembers
     assert ("saved while an update is under way" in caplog.text) is not remembers
+
+
+class WithSampler(Trainer):
+    """Shuffles by a sampler whose generator is its own."""
+
+    order: list[float]
+
+    def _get_train_sampler(self, *args: Any) -> RandomSampler:
+        return RandomSampler(self.train_dataset, generator=torch.Generator().manual_seed(7))
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.order += inputs["input_ids"][:, :3].flatten().tolist()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def order_of(directory: Path, data: Any, resume: str | None = None) -> list[float]:
+    options: Any = {"num_train_epochs": 2, "max_steps": -1, "save_strategy": "epoch"}
+    trainer = WithSampler(build_model(), arguments(directory, **options), train_dataset=data)
+    trainer.order = []
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer.order
+
+
+def test_a_sampler_with_a_generator_goes_on_behind_an_epoch(tmp_path: Path) -> None:
+    data = TokenDataset(12)
+    whole = order_of(tmp_path, data)
+    [first, _] = sorted(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    assert order_of(tmp_path / "again", data, str(first)) == whole[len(whole) // 2 :]
+
+
+def joined_stream() -> Any:
+    parts = (
+        datasets.Dataset.from_dict({"x": [float(row) for row in range(first, first + 20)]}).to_iterable_dataset()
+        for first in (0, 100)
+    )
+    return datasets.concatenate_datasets(list(parts))
+
+
+def test_a_joined_stream_that_workers_read_is_resumed_within_an_epoch() -> None:
+    def prepare() -> Any:
+        return Accelerator(cpu=True).prepare(DataLoader(joined_stream(), batch_size=2, num_workers=2))
+
+    loader = prepare()
+    whole = [batch["x"].tolist() for batch in loader]
+    loader = prepare()
+    for step, _ in enumerate(loader, 1):
+        if step == 3:
+            state = loader.state_dict()
+            break
+    again = prepare()
+    again.load_state_dict(state)
+    assert [batch["x"].tolist() for batch in again] == whole[3:]
