@@ -34,7 +34,7 @@ from accel_trainer.precision import keep_gradients
 from accel_trainer.runtime import collectives
 from accel_trainer.runtime.model_wrappers import find_sharded_at_load, flattens_parameters
 from accel_trainer.runtime.progress import PROGRESS
-from accel_trainer.runtime.rng import seed_own_streams
+from accel_trainer.runtime.rng import seed_own_streams, share_streams
 from accel_trainer.strategies.api import TrainJob
 from accel_trainer.strategies.optimizers import OptimizerPlaceholder, check_kind, parameters_of
 from accel_trainer.techniques.chunked_loss import apply_chunked_loss, check_chunked_loss
@@ -163,7 +163,8 @@ class AcceleratorPreparing(AcceleratorSettings):
                 f"it a model that was loaded with {strategy.layout}: {strategy.sizes.num_readers} of them do; prepare "
                 "the model first, or both in one call of prepare()"
             )
-        self.readers = self._pass_start.readers = strategy.readers(self.resolved, self.process)
+        self.readers = self._pass_start.readers = self.state.readers = strategy.readers(self.resolved, self.process)
+        share_streams(self.process, self.readers)
         self.strategy, self._axis_sizes = strategy, strategy.sizes
         self._take_facts()
 
@@ -267,6 +268,7 @@ class AcceleratorPreparing(AcceleratorSettings):
         loader = prepare_data_loader(
             data_loader,
             process=self.readers,
+            job=self.process,
             config=self._data_config,
             device=self.process.device if place else None,
             seed=self._shuffle_seed(),

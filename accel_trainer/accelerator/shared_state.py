@@ -360,7 +360,7 @@ class AcceleratorState(PartialState):
             process, mixed_precision = _join(resolved), str(resolved.config.mixed_precision)
             debug = resolved.config.debug
         self._set_process(process, None)
-        self._readers = readers
+        self.readers = readers or process
         self.debug = debug
         self.mixed_precision = mixed_precision or "no"
         self.take_facts(self.distributed_type, fsdp_plugin)
@@ -374,7 +374,7 @@ class AcceleratorState(PartialState):
 
     @property
     def _reader(self) -> ProcessContext:
-        return self._readers or self.process
+        return self.readers
 
     def take_facts(self, distributed_type: DistributedType, fsdp_plugin: Any) -> None:
         """Show the facts of the strategy in force, of which an Accelerator tells."""

@@ -40,7 +40,7 @@ from accel_trainer.data.sampler import (
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import broadcast_object
-from accel_trainer.runtime.process import ProcessContext, find_process
+from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import stream_index
 
 logger = get_logger(__name__)
@@ -49,7 +49,10 @@ logger = get_logger(__name__)
 def build_index_source(
     loader: DataLoader[Any], *, process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
 ) -> IndexSource:
-    """Return a map-style source of one shard, or of all for None. Collective where the order comes from a rank."""
+    """Return a map-style source of one shard, or of all for None. Collective where the order comes from a rank.
+
+    `process`: this one among all ranks, those that read the same batches, too.
+    """
     _check(loader, shards, process)
     base: Any = _without_torchdata(loader.sampler if loader.batch_sampler is None else loader.batch_sampler, loader)
     generator = find_generator(base)
@@ -88,10 +91,9 @@ def _with_known_order(
     shuffle = getattr(base, "sampler", base)
     if isinstance(shuffle, SeedableRandomSampler) and shuffle.has_torch_seed:
         # Other ranks have streams of their own since their first model.
-        shuffle.seed = broadcast_object(shuffle.seed, find_process() or process)
+        shuffle.seed = broadcast_object(shuffle.seed, process)
     if generator is not None:
-        # Over all ranks, those that share a batch, too.
-        seed, state = broadcast_object((generator.initial_seed(), generator.get_state()), find_process() or process)
+        seed, state = broadcast_object((generator.initial_seed(), generator.get_state()), process)
         draws: Any = {"draws_seed": generator is loader.generator, "keeps_workers": loader.persistent_workers}
         base = _with_shuffle(base, lambda data: GeneratorRandomSampler(data, generator, state, **draws))
     elif config.use_seedable_sampler:
@@ -107,7 +109,7 @@ def _check(loader: DataLoader[Any], shards: int, process: ProcessContext) -> Non
             "check its path, split and filters"
         )
     sharding = find_replicated(loader.sampler) or find_replicated(loader.batch_sampler)
-    ranks = (find_process() or process).world_size
+    ranks = process.world_size
     if sharding is not None and (shards > 1 or ranks > 1):
         again = f"each part would be cut again into {shards}" if shards > 1 else f"{ranks} ranks read the same batches"
         raise ConfigError(
@@ -368,7 +370,7 @@ class IndexSource:
             self.note_generator(self._seeded[0])  # once for each new seed
         followed = self._followed
         if followed is not None:
-            followed.take(self._process and (find_process() or self._process))
+            followed.take(self._process)
         is_mid_epoch = bool(self.sampler.start or self.sampler.origin)
         is_drawn = is_mid_epoch or followed is not None and followed.draws_seed
         shard = stream_index(self.sampler.process_index or 0)

@@ -34,14 +34,21 @@ from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.randomness import init_worker
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import all_gather_integers, broadcast_object, gather_object
-from accel_trainer.runtime.process import ProcessContext, find_process
+from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.rng import stream_index
 from accel_trainer.runtime.torch_private import LOADER_AT_REST
 from accel_trainer.tree import map_leaves
 
 
 def build_stream_source(
-    loader: DataLoader[Any], *, process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
+    loader: DataLoader[Any],
+    *,
+    process: ProcessContext,
+    job: ProcessContext,
+    config: DataConfig,
+    seed: int,
+    shards: int,
+    shard: int | None,
 ) -> SliceSource | ShardSource:
     """Return an iterable's source of one shard, or of all for None; all ranks read it unless it has enough shards."""
     batch_size = loader.batch_size or 1
@@ -52,12 +59,11 @@ def build_stream_source(
     rule = StreamRule(shards, shard, per_shard, even=config.even_batches, drop_last=loader.drop_last)
     worker_seed = seed if loader.generator is None else loader.generator.initial_seed()
     dataset = made_resumable(loader.dataset)
+    if job.world_size > process.world_size:
+        _check_shared(dataset, shards)
     own = _own_shard(dataset, process, config, shards, shard)
     read = dataset if own is None else own
-    # In workers, datasets loads the state of a concatenation before it has dealt out its parts, and fails.
-    is_joined = any(type(node).__name__.startswith("VerticallyConcatenated") for node in nodes_of(read))
-    keeps_state = can_resume_itself(read) and not (loader.num_workers and is_joined)
-    options: Any = {"num_lanes": loader.num_workers, "keeps_state": keeps_state}
+    options: Any = {"num_lanes": loader.num_workers, "keeps_state": _keeps_state(read, loader.num_workers)}
     if own is not None:
         own_stream = ShardedStream(own, rule, seed, **options)
         full = None if own is dataset else _slices(loader, SlicedStream(dataset, rule, seed, **options), worker_seed)
@@ -81,8 +87,6 @@ def _own_shard(dataset: Any, process: ProcessContext, config: DataConfig, shards
                 "part of one rank; leave dispatch_batches off, or give the loader the whole stream"
             )
         return None
-    if is_sharded and (find_process() or process).world_size > process.world_size:
-        _check_shared(dataset, shards)
     if not 1 < shards == process.world_size:
         return None
     if is_sharded:
@@ -93,10 +97,16 @@ def _own_shard(dataset: Any, process: ProcessContext, config: DataConfig, shards
     return dataset.shard(num_shards=shards, index=shard)
 
 
+def _keeps_state(dataset: Any, num_workers: int) -> bool:
+    # In workers, datasets loads the state of a concatenation before it has dealt out its parts, and fails.
+    is_joined = any(type(node).__name__.startswith("VerticallyConcatenated") for node in nodes_of(dataset))
+    return can_resume_itself(dataset) and not (num_workers and is_joined)
+
+
 def _check_shared(dataset: Any, shards: int) -> None:
     """Refuse a stream of one rank's part where several ranks share a batch."""
     parts = getattr(getattr(dataset, "_distributed", None), "world_size", None)
-    if parts != shards if parts is not None else shards == 1:
+    if is_sharded_by_rank(dataset) and (parts != shards if parts is not None else shards == 1):
         raise ConfigError(
             f"this {type(dataset).__name__} yields the part of one rank{f' of {parts}' if parts else ''}, and ranks of "
             f"one model share batches here, so that {shards} of them differ; give the loader the whole stream"

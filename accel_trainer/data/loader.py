@@ -548,7 +548,13 @@ def _restore(user_class: type[DataLoader[Any]], state: dict[str, Any]) -> Prepar
 
 
 def _build_source(
-    loader: DataLoader[Any], process: ProcessContext, config: DataConfig, seed: int, shards: int, shard: int | None
+    loader: DataLoader[Any],
+    process: ProcessContext,
+    job: ProcessContext | None,
+    config: DataConfig,
+    seed: int,
+    shards: int,
+    shard: int | None,
 ) -> Source:
     """Return the source of one shard's batches; of those of all shards, which rank 0 sends, where `shard` is None."""
     if keeps_iterator(loader):
@@ -561,10 +567,10 @@ def _build_source(
             f"dispatch_batches=True sends each of {process.world_size} ranks its own batch, and the data is cut into "
             f"{shards} parts; leave dispatch_batches off when ranks share their data"
         )
-    build: Callable[..., Source] = (
-        build_stream_source if isinstance(loader.dataset, IterableDataset) else build_index_source
-    )
-    return build(loader, process=process, config=config, seed=seed, shards=shards, shard=shard)
+    options: Any = {"config": config, "seed": seed, "shards": shards, "shard": shard}
+    if isinstance(loader.dataset, IterableDataset):
+        return build_stream_source(loader, process=process, job=job or process, **options)
+    return build_index_source(loader, process=job or process, **options)
 
 
 def prepare_data_loader(
@@ -576,6 +582,7 @@ def prepare_data_loader(
     seed: int,
     shards: int | None = None,
     shard: int | None = None,
+    job: ProcessContext | None = None,
     on_begin: Hook | None = None,
     on_end: Hook | None = None,
 ) -> PreparedDataLoader:
@@ -590,6 +597,7 @@ def prepare_data_loader(
         seed: the same on every rank; the order of an epoch depends on it, on the epoch and on the dataset alone.
         shards: number of shards of the data; the number of ranks by default.
         shard: the index of the one that this rank reads; its rank by default.
+        job: this process among all ranks, where some of `process` are groups that read the same.
         on_begin: called when a pass over the loader begins.
         on_end: called when a pass ends, at its last batch or before.
 
@@ -607,7 +615,7 @@ def prepare_data_loader(
     dispatch = bool(config.dispatch_batches) and process.is_distributed
     own = None if dispatch else (process.rank if shard is None else shard)
     data_seed = seed if config.data_seed is None else config.data_seed
-    source = _build_source(loader, process, config, data_seed, shards or process.world_size, own)
+    source = _build_source(loader, process, job, config, data_seed, shards or process.world_size, own)
     state = dict(
         loader.__dict__,
         _source=source,

@@ -10,7 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from accel_trainer import Accelerator, DataLoaderConfiguration, GradientState
 from accel_trainer.data_loader import (
@@ -152,6 +159,10 @@ def prepare_own_shards() -> tuple[list[int], str]:
     number, rank = accelerator.num_processes, accelerator.process_index
     stream = IterableDatasetShard(_Counting(), batch_size=2, num_processes=number, process_index=rank)
     read = [row for batch in accelerator.prepare(DataLoader(stream, batch_size=2)) for row in batch.tolist()]
+    sampler = DistributedSampler(range(8), shuffle=False)
+    own = DataLoaderShard(range(8), batch_size=2, sampler=sampler, generator=torch.Generator())
+    if accelerator.is_main_process:  # no other rank is asked
+        assert [batch.tolist() for batch in accelerator.prepare(own)] == [[0, 2], [4, 6]]
     shard = BatchSamplerShard(BatchSampler(SequentialSampler(range(16)), 2, False), number, rank)
     with pytest.raises(ConfigError) as refused:
         accelerator.prepare(DataLoader(list(range(16)), batch_sampler=shard))

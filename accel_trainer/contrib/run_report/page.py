@@ -416,10 +416,16 @@ _TIMES = (MEMORY, MFU, THROUGHPUT, TOKEN_RATE)
 
 def find_logged_difference(first: RecordedRun, second: RecordedRun) -> str:
     """Return, in words, the first value that both runs have logged and that differs; empty where none does."""
-    parted: list[tuple[float, str, float | str, float | str]] = []
+    parted: list[tuple[float, str, Any, Any]] = []
     last_alike: dict[str, float] = {}
-    for name in first.curves.keys() & second.curves.keys() - {*_TIMES}:
-        ours, theirs = (dict([*run.curves[name], *run.not_finite.get(name, ())]) for run in (first, second))
+    logged: list[dict[str, Any]] = [
+        {name: dict(points) for name, points in run.curves.items()} for run in (first, second)
+    ]
+    for values, run in zip(logged, (first, second), strict=True):
+        for name, points in run.not_finite.items():
+            values.setdefault(name, {}).update(points)
+    for name in logged[0].keys() & logged[1].keys() - {*_TIMES}:
+        ours, theirs = (values[name] for values in logged)
         for step, value in sorted(ours.items()):
             if step not in theirs:
                 continue

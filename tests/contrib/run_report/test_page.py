@@ -326,6 +326,11 @@ def test_a_loss_that_is_no_number_differs_from_one(tmp_path: Path, capsys: pytes
     assert main(["report", "--diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert "update 4: loss is 1.5 and nan; alike until update 3" in capsys.readouterr().out
     assert main(["report", "--diff", str(tmp_path / "b"), str(tmp_path / "c")]) == 0
+    state = json.loads((tmp_path / "c" / "trainer_state.json").read_text())
+    state["log_history"] = [{**entry, "loss": math.inf} for entry in state["log_history"]]
+    (tmp_path / "c" / "trainer_state.json").write_text(json.dumps(state))
+    assert main(["report", "--diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 1
+    assert "update 1: loss is 1.0 and inf; the first that both have logged" in capsys.readouterr().out
 
 
 def test_runs_are_compared_in_one_page_and_told_apart_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
