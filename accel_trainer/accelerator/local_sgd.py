@@ -67,8 +67,7 @@ class LocalSGD:
         local_sgd_steps = config.local_steps if local_sgd_steps is None else local_sgd_steps
         self._outer = None
         if (build := outer_optimizer or configured_outer(config.outer_optimizer)) is not None:
-            self._outer = OuterOptimizer(accelerator.unit_of(model).module, build)
-            accelerator.register_for_checkpointing(self._outer)
+            self._outer = _outer_of(accelerator, accelerator.unit_of(model).module, build)
         if not self.enabled:
             return
         if not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
@@ -97,3 +96,12 @@ class LocalSGD:
         elif self._window.is_last:
             self.num_steps += 1
             self._replicas.end_update(self.local_sgd_steps)
+
+
+def _outer_of(accelerator: Accelerator, module: nn.Module, build: Any) -> OuterOptimizer:
+    """Return the outer optimizer of an earlier block of this model, whose momentum goes on, or register a new one."""
+    registered = accelerator._registered.objects.values()
+    known = (each for each in registered if isinstance(each, OuterOptimizer) and each.is_of(module))
+    outer = next(known, None) or OuterOptimizer(module, build)
+    accelerator.register_for_checkpointing(outer)
+    return outer

@@ -295,14 +295,17 @@ class AcceleratorWeights(AcceleratorSettings):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return the full state_dict of a prepared model on rank 0, by the user's parameter names.
 
-        Elsewhere `{}` where the strategy shards models; a replica's own tensors, not copied, where it does not.
+        Without `unwrap`, by those of the wrapper: `module.` before each under DDP. Elsewhere `{}` where the strategy
+        shards models; a replica's own tensors, not copied, where it does not.
         Collective: every rank calls it. Of a model that was never prepared, each rank gets the rank's own.
         """
-        found = self._find_unit(model)
+        found, is_sharded = self._find_unit(model), self.strategy.capabilities.shards_parameters
         if found is None:
             return make_tensors(_own_state(model))
+        if not (unwrap or is_sharded):
+            return model.state_dict()
         io = found.unit.checkpoint_io()
-        if self.process.is_main or self.strategy.capabilities.shards_parameters:
+        if self.process.is_main or is_sharded:
             return io.full_model_state()
         return {name: tensor() for name, tensor in io.lazy_model_state().items()}
 
@@ -373,15 +376,16 @@ class AcceleratorWeights(AcceleratorSettings):
             logger.warning(f"{type(model).__name__} was not prepared: its weights on rank 0 are saved")
         if found is not None:
             self._check_weights([found], f"save_model to {directory}")
+        # Of sharded models rank 0 alone gets whole tensors.
+        is_sharded = self.strategy.capabilities.shards_parameters
+        writes = self.process.is_main if is_sharded else self.should_save_model
         # Errors of the writing are raised after the last tensor has been gathered: the ranks stay in step.
         with (
             self.averaged_weights(model) if averaged else nullcontext(),
             raise_together(self.process, f"save_model to {directory}"),
         ):
             state = _own_state(model) if found is None else found.unit.checkpoint_io().lazy_model_state()
-            save_weights(
-                state, directory, max_shard_size, safe_serialization=safe_serialization, writes=self.process.is_main
-            )
+            save_weights(state, directory, max_shard_size, safe_serialization=safe_serialization, writes=writes)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write `obj` to `f` on rank 0 (on each node's first rank with `save_on_each_node`); a no-op elsewhere."""

@@ -67,6 +67,14 @@ def load_document(source: ConfigSource) -> Document:
         raise FileProblemsError([str(error)], name) from None
 
 
+def whole_document(source: ConfigSource) -> Document:
+    """Return a document in which nothing is wrong, a key given twice for one; else a FileProblemsError."""
+    document = load_document(source)
+    if document.problems:
+        raise FileProblemsError(list(document.problems), document.name)
+    return document
+
+
 def _locate(source: str | os.PathLike[str]) -> tuple[str, Path]:
     """Return the display name and the absolute path of a configuration; an existing file wins over a packaged name."""
     if not isinstance(source, str | os.PathLike) or not os.fspath(source):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from accel_trainer.config.config_source import FileProblemsError, load_document, packaged_names
+from accel_trainer.config.config_source import FileProblemsError, load_document, packaged_names, whole_document
 from accel_trainer.config.deepspeed_keys import KNOWN_KEYS, join
 from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
@@ -103,7 +103,7 @@ def block_of(source: BlockSource) -> dict[str, Any]:
     if isinstance(source, str):
         text = source if source.lstrip().startswith("{") else _decoded(source)
         if text is not None:
-            return load_document(text).root.plain()
+            return whole_document(text).root.plain()
     return {CONFIG_FILE: str(load_document(source).path)}
 
 

@@ -108,4 +108,14 @@ def _commented(lines: list[str], texts: Mapping[str, str]) -> Iterator[str]:
         name = match[2] if match else ""
         path = name if indent == 0 else f"{section}.{name}" if indent == 2 else ""
         text = texts.get(ALIASES.get(path, path), "")
-        yield f"{line}  # {text}" if text else line
+        yield f"{line}  # {text}" if text and _is_whole(line) else line
+
+
+def _is_whole(line: str) -> bool:
+    """Return whether a line holds its value to the end: one with line breaks goes on in the next."""
+    import yaml
+
+    try:
+        return isinstance(yaml.safe_load(line), dict)
+    except yaml.YAMLError:
+        return False

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import StrEnum
 from typing import Any
 
-from accel_trainer.config.config_source import FileProblemsError, load_document
+from accel_trainer.config.config_source import FileProblemsError, whole_document
 from accel_trainer.config.parallel import axis_problems
 from accel_trainer.config.schema import (
     FieldSpec,
@@ -299,7 +299,7 @@ def mixture_of(value: Any) -> FrozenDict:
     """Return the block `dataset_mixture`: a mapping, JSON text, or a file, that is one or has it under this key."""
     if isinstance(value, str | os.PathLike):
         try:
-            value = load_document(value).root.plain()
+            value = whole_document(value).root.plain()
         except FileProblemsError as error:
             raise WrongValueError("a mapping, or a file that is one", f": {error}") from None
     if isinstance(value, Mapping):

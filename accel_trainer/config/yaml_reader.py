@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -79,8 +80,11 @@ def dump_yaml(content: Any) -> str:
     for kind, pattern in _KINDS:
         # PyYAML matches with match(), so each pattern has to be closed at its end.
         Dumper.add_implicit_resolver(_TAG + kind, re.compile(f"(?:{pattern.pattern})$"), None)
-    # allow_unicode would write some line separators (U+0085) as they are, which a reader takes for a space.
-    return yaml.dump(content, Dumper=Dumper, sort_keys=False, default_flow_style=False, allow_unicode=False, width=120)
+    # allow_unicode would write some line separators (U+0085) as they are, which a reader takes for a space. A value has
+    # one line, behind which comments may stand.
+    return yaml.dump(
+        content, Dumper=Dumper, sort_keys=False, default_flow_style=False, allow_unicode=False, width=sys.maxsize
+    )
 
 
 def _scalar(text: str) -> Any:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -170,6 +171,8 @@ def write_config(path: Path, text: str, *, is_new: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(written, "x" if is_new else "w", encoding="utf-8") as target:
             target.write(text)
+        if not is_new and path.exists():
+            shutil.copymode(path, written)
         os.replace(written, path)
     except OSError as error:
         if is_new and path.exists():

@@ -274,6 +274,8 @@ def _reduce_tensor(tensor: Tensor, process: ProcessContext, op: ReduceOp) -> Ten
         carried = dtype
         if not (tensor.is_complex() or dtype in SENDABLE_DTYPES - {torch.bool}):
             carried = torch.float32 if is_float else torch.int64
+        if op is ReduceOp.MEAN:  # whose sum may be more than the dtype holds
+            carried = {torch.float16: torch.float32}.get(dtype, carried) if is_float else torch.int64
         wire = to_sendable(reduced.to(carried), process).clone(memory_format=torch.contiguous_format)
         dist.all_reduce(wire, op=_TORCH_OPS[op], group=process.group)
         reduced = wire.to(tensor.device)

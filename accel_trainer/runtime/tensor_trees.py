@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,13 +68,26 @@ def concatenate(data: Sequence[Any], dim: int = 0, *, pad_index: float | None = 
             for outputs gathered over several steps.
 
     Raises:
-        ConfigError: there is nothing to concatenate.
+        ConfigError: there is nothing to concatenate, or dicts of unlike keys.
     """
     if not data:
         raise ConfigError("concatenate got no parts; give at least one")
+    first, join = data[0], partial(concatenate, dim=dim, pad_index=pad_index)
+    if isinstance(first, Mapping):
+        return _concatenate_mappings(data, join)
+    if isinstance(first, (list, tuple)) and not _is_column(first):
+        return honor_type(first, map(join, zip(*data, strict=True)))
     columns = [list(leaves(part, is_leaf=_is_column)) for part in data]
     joined = iter([_concatenate_leaves(column, dim, pad_index) for column in zip(*columns, strict=True)])
     return map_leaves(lambda _: next(joined), data[0], is_leaf=_is_column)
+
+
+def _concatenate_mappings(data: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
+    for part in data:
+        if part.keys() != data[0].keys():
+            found, expected = (sorted(map(str, each)) for each in (part, data[0]))
+            raise ConfigError(f"concatenate got parts with the keys {expected} and {found}; give all the same")
+    return rebuild_mapping(data[0], {key: join([part[key] for part in data]) for key in data[0]})
 
 
 def recursively_apply(

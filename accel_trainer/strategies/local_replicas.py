@@ -6,6 +6,7 @@ With an outer optimizer they become its update towards the mean: DiLoCo, Douilla
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,9 +29,14 @@ class OuterOptimizer:
 
     def __init__(self, module: nn.Module, build: Callable[[list[nn.Parameter]], Optimizer]) -> None:
         """Copy the parameters of `module` that are trained, and build the optimizer over the copies."""
+        self._of = weakref.ref(module)
         trained = ((name, each) for name, each in module.named_parameters() if each.requires_grad)
         self._weights = {name: nn.Parameter(each.detach().clone()) for name, each in trained}
         self.optimizer = build(list(self._weights.values()))
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether it was built for a module."""
+        return self._of() is module
 
     @torch.no_grad()
     def leave_from(self, module: nn.Module) -> None:

@@ -6,6 +6,7 @@ releases and closed sets of words, which nothing of ours reads, stand here.
 
 from __future__ import annotations
 
+import importlib
 from enum import Enum, EnumMeta
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from accel_trainer.accelerator.single_files import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
+from accel_trainer.aliases import ALIASES
 from accel_trainer.big_models.alignment import align_module_device, has_offloaded_params
 from accel_trainer.big_models.device_map import (
     CustomDtype,
@@ -370,4 +372,6 @@ class DynamoBackend(BaseEnum):
 if not TYPE_CHECKING:  # a type checker would take every name for one of this module's
 
     def __getattr__(name: str) -> Any:
+        if f"utils.{name}" in ALIASES:  # a submodule of theirs that nobody has imported by itself
+            return importlib.import_module(f"{__name__}.{name}")
         raise explain_missing(__name__, name)

@@ -402,3 +402,24 @@ def be_no_number_on_one_rank() -> bool:
 @pytest.mark.multirank
 def test_a_rank_whose_replica_is_no_number_calls_for_nobody() -> None:
     assert run_ranks(be_no_number_on_one_rank, 2, timeout=40) == [True, True]
+
+
+def blocks_by_epoch(directory: Path) -> list[Any]:
+    accelerator, model, optimizer, loader = prepare()
+    for epoch in range(2):
+        with LocalSGD(accelerator, model, ROUND, outer_optimizer=outer_optimizer) as block:
+            for (inputs,) in loader:
+                accelerator.backward(model(inputs))
+                optimizer.step()
+                optimizer.zero_grad()
+                block.step()
+        accelerator.save_state(directory / str(epoch))
+    again, model, *_ = prepare()
+    LocalSGD(again, model, ROUND, outer_optimizer=outer_optimizer)
+    again.load_state(directory / "1")
+    return list(accelerator._registered.objects)
+
+
+@pytest.mark.multirank
+def test_blocks_of_several_epochs_have_one_outer_optimizer(tmp_path: Path) -> None:
+    assert run_ranks(blocks_by_epoch, 2, tmp_path) == [["OuterOptimizer"]] * 2

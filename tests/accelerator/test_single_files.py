@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import pickle
 from collections import OrderedDict
@@ -14,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_trainer import Accelerator
+from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.accelerator.single_files import load, save
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
@@ -156,3 +157,19 @@ def test_files_of_accelerates_functions_for_fsdp_are_written_and_read_by_any_lay
     assert names == [{"pytorch_model_fsdp.bin", "optimizer.bin"}, {"pytorch_model_fsdp_0", "optimizer_0"}]
     for part in ("expected one of FULL_STATE_DICT", "use_dcp=False would", "AdamW holds no parameters of "):
         assert part in words
+
+
+def save_on_two_nodes(directory: Path) -> tuple[list[str], list[str], list[str]]:
+    configuration = ProjectConfiguration(save_on_each_node=True)
+    accelerator = Accelerator(cpu=True, project_config=configuration)
+    model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    own = directory / str(accelerator.process_index)
+    accelerator.process = dataclasses.replace(accelerator.process, local_rank=0)  # each on a machine of its own
+    accelerator.save_model(model, own)
+    names = [list(accelerator.get_state_dict(model, unwrap=unwrap)) for unwrap in (True, False)]
+    return sorted(path.name for path in own.iterdir()), *names
+
+
+def test_a_model_is_saved_on_each_node_and_its_state_may_have_the_wrappers_names(tmp_path: Path):
+    for found in run_ranks(save_on_two_nodes, 2, tmp_path):
+        assert found == (["model.safetensors"], ["weight"], ["module.weight"])

@@ -334,3 +334,13 @@ def test_the_offload_of_activations_contradicts_a_compiler():
         ConfigError, match=r"activation_offload=true .* contradicts compile\.backend=inductor .* a compiler"
     ):
         resolve(explicit={"activation_offload": True, "compile.backend": "inductor"})
+
+
+def test_keys_that_are_given_twice_in_a_mixture_or_a_deepspeed_text_are_refused(tmp_path):
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text("seed: 1\nseed: 2\ndatasets: [{path: a}]\n")
+    with pytest.raises(ConfigError, match=r"'?seed'? .*mixture\.yaml"):
+        resolve(explicit={"dataset_mixture": str(mixture)})
+    text = '{"zero_optimization":{"stage":2},"zero_optimization":{"stage":3}}'
+    with pytest.raises(ConfigError, match="zero_optimization"):
+        resolve(explicit={"strategy": "deepspeed", "deepspeed": text})

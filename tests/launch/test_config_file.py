@@ -241,6 +241,18 @@ def test_update_writes_a_file_anew_as_one_of_ours(tmp_path: Path):
     assert resolve(file=str(path)).config == before
 
 
+def test_update_keeps_long_values_values_of_several_lines_and_the_files_mode(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    folder = "/mnt/shared drive/" + "very long folder name/" * 7
+    path.write_text(f"strategy: ddp\nlaunch: {{log_dir: '{folder}'}}\ncompile: {{backend: \"a\\nb\"}}\n")
+    path.chmod(0o600)
+    before = resolve(file=str(path)).config
+    assert before.compile.backend == "a\nb"
+    assert main(["config", "update", "--config_file", str(path)]) == 0
+    assert resolve(file=str(path)).config == before
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

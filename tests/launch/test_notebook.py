@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_trainer import Accelerator, debug_launcher, notebook_launcher
+from accel_trainer import Accelerator, AcceleratorState, PartialState, debug_launcher, notebook_launcher
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.launch.rendezvous import BoundRendezvous
 from tests.ranks import RankFailure, free_port, preload, run_ranks, wait_until
@@ -286,6 +286,26 @@ def test_the_value_of_rank_0_is_returned_and_there_may_be_any_number_of_ranks():
     assert kept
     assert of_three == "[3, 'no', 'cpu', 3.0]"
     assert (values, warned) == ([of_rank_0, None, None, of_rank_0], ["notebook.py"])
+
+
+@SCENARIOS.add
+def after_a_state() -> Any:
+    PartialState()
+    AcceleratorState()
+    try:
+        debug_launcher(mean_of_ranks, ("state", 1.0))
+        return [facts("state", rank) for rank in range(2)], notebook_launcher(states_of_rank, (), 2)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def states_of_rank() -> tuple[int, bool]:
+    PartialState()
+    return AcceleratorState().num_processes, AcceleratorState().is_main_process
+
+
+def test_workers_have_no_state_of_an_earlier_cell():
+    assert results("after_a_state") == (["[2, 'no', 'cpu', 1.0]"] * 2, (2, True))
 
 
 @SCENARIOS.add

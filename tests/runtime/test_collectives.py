@@ -96,6 +96,14 @@ def test_concatenate_joins_leaf_by_leaf() -> None:
         concatenate([])
 
 
+def test_concatenate_joins_by_key_in_any_order() -> None:
+    first, second = {"a": torch.tensor([1]), "b": torch.tensor([9])}, {"b": torch.tensor([8]), "a": torch.tensor([2])}
+    joined = concatenate([(first,), (second,)])
+    assert (joined[0]["a"].tolist(), joined[0]["b"].tolist()) == ([1, 2], [9, 8])
+    with pytest.raises(ConfigError, match=r"parts with the keys \['a', 'b'\] and \['a'\]; give all the same"):
+        concatenate([first, {"a": torch.tensor([1])}])
+
+
 def test_concatenate_fills_parts_of_different_lengths() -> None:
     short, long = {"x": torch.ones(1, 2, dtype=torch.int64)}, {"x": torch.ones(2, 3, dtype=torch.int64)}
 
@@ -209,6 +217,9 @@ def reduce_everything() -> dict[str, Any]:
     results["int16"] = (small.tolist(), str(small.dtype))
     half = collectives.reduce(torch.tensor([1.0 + process.rank], dtype=torch.bfloat16), process, "mean", scale=2.0)
     results["half"] = (half.tolist(), str(half.dtype))
+    for value_of, dtype in ((200, torch.uint8), (100, torch.int8), (40000.0, torch.float16)):
+        mean = collectives.reduce(torch.tensor([value_of], dtype=dtype), process, "mean")
+        results[f"large {dtype}"] = (mean.tolist(), str(mean.dtype))
     results["untouched"] = value.tolist()
     return results
 
@@ -229,6 +240,9 @@ def test_d12_reduce_means_what_its_name_says() -> None:
             "bool max": ([True, True], "torch.bool"),
             "int16": ([1], "torch.int16"),
             "half": ([3.0], "torch.bfloat16"),
+            "large torch.uint8": ([200.0], "torch.float32"),
+            "large torch.int8": ([100.0], "torch.float32"),
+            "large torch.float16": ([40000.0], "torch.float16"),
             "untouched": [rank + 2, 7 - rank],
         }
 

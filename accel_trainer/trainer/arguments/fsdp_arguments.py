@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from accel_trainer import logging
-from accel_trainer.config import Resolved, SourceKind, WrapPolicy, fsdp_options, resolve
+from accel_trainer.config import Dialect, Resolved, SourceKind, WrapPolicy, fsdp_options, read_file, resolve
 from accel_trainer.errors import ConfigError
 
 logger = logging.get_logger(__name__)
@@ -47,10 +47,13 @@ def resolve_arguments(
     if fsdp_config and not fsdp:
         logger.warning("fsdp_config is not read because fsdp is not set; pass fsdp=True to shard the model")
     asked = _options_of(fsdp) if fsdp else {}
+    file = _readable_again(fsdp_config) if fsdp else None
+    if file is not None and _keeps_whole_models(file):
+        asked["strategy"] = "ddp"
     merge = partial(
         resolve,
         environ=environ,
-        file=_readable_again(fsdp_config) if fsdp else None,
+        file=file,
         explicit_name="TrainingArguments",
         explicit_keywords={**argument_names, **dict.fromkeys(asked, "fsdp")},
     )
@@ -58,6 +61,14 @@ def resolve_arguments(
     resolved = merge(explicit=given)
     fills = {path: value for path, value in asked.items() if not resolved.is_set(path)}
     return merge(explicit=given | fills) if fills else resolved
+
+
+def _keeps_whole_models(file: FSDPConfigSource) -> bool:
+    """Whether options of FSDP are NO_SHARD: every rank has the whole model, which is DDP."""
+    found = read_file(file)  # type: ignore[arg-type]
+    strategy = found.settings.get("strategy")
+    is_of_fsdp = found.dialect is Dialect.FSDP_CONFIG or found.content.get("distributed_type") == "FSDP"
+    return is_of_fsdp and strategy is not None and strategy.value == "ddp"
 
 
 def _options_of(fsdp: bool | str | Iterable[Any]) -> dict[str, Any]:

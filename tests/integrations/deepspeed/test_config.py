@@ -659,6 +659,7 @@ def test_the_page_shows_what_is_said(tmp_path, monkeypatch):
   }
 }"""
     )
-    facts = Facts(world_size=2, micro_batch_size=Fact(4, "the data loader"))
+    where = "TrainingArguments(per_device_train_batch_size=...)"
+    facts = Facts(world_size=2, micro_batch_size=Fact(4, where))
     block = resolve(file={"strategy": "deepspeed", "deepspeed": {"deepspeed_config_file": "ds.json"}}).config.deepspeed
     assert message(block, facts).replace(f"{tmp_path}/", "") == shown

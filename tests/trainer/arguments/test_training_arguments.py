@@ -106,6 +106,18 @@ def test_without_sharding_it_is_plain_data_parallel(tmp_path):
     assert (args.fsdp, args.resolved.config.strategy) == (False, "ddp")
 
 
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_file_that_shards_nothing_is_data_parallel_too(tmp_path, as_file):
+    given: Any = {"sharding_strategy": "NO_SHARD"}
+    if as_file:
+        given = tmp_path / "accelerate.yaml"
+        given.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: NO_SHARD, fsdp_version: 1}\n")
+    assert build(tmp_path, fsdp=True, fsdp_config=given).resolved.config.strategy == "ddp"
+    assert (
+        build(tmp_path, fsdp=True, fsdp_config={"sharding_strategy": "FULL_SHARD"}).resolved.config.strategy == "fsdp2"
+    )
+
+
 def read_back(tmp_path: Path) -> tuple[bool, bool]:
     args = build(tmp_path, fsdp="hybrid_shard", use_cpu=True)
     again = dataclasses.replace(args)
