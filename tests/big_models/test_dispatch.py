@@ -126,6 +126,11 @@ def test_a_model_computes_with_the_weights_that_it_was_dispatched_with(model: Ne
     disk_offload(other, folder, preload_module_classes=["Used"])  # one folder for two models, neither of which has run
     assert torch.equal(model(IDS), expected)
     assert torch.equal(other(IDS), other_expected)
+    (folder / "head.weight.dat").rename(folder / "gone.dat")  # the folder's index still has it
+    small = nn.Sequential(nn.Linear(4, 2))
+    small_expected = small(torch.ones(1, 4))
+    disk_offload(small, folder)
+    assert torch.equal(small(torch.ones(1, 4)), small_expected)
 
 
 def test_gradients_flow_through_an_offloaded_model(model: Net):

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from accel_trainer.checkpoint.disk import create_file, explain_full_disk, read_json
 from accel_trainer.checkpoint.safetensors_file import SafetensorsFile
-from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 
 OFFLOAD_INDEX_NAME = "index.json"
 
@@ -163,7 +164,10 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         # They are opened now, and stay open: a file that is saved anew under the same name, by another model in the
         # same folder, does not change what this model computes. Nothing is read by that.
         self._open = lru_cache(None)(SafetensorsFile)
-        self._mapped = {key: self._map(key) for key in self.index if key not in self.state_dict}
+        self._mapped: dict[str, Tensor] = {}
+        for key in self.index.keys() - self.state_dict.keys():
+            with suppress(OSError, AccelTrainerError):  # of a model that was in the folder before: nobody asks for it
+                self._mapped[key] = self._map(key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
         """Return a loader with copies of the weights in memory; files are shared, and nobody changes them."""
@@ -176,6 +180,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             return self.state_dict[key]
         if key not in self.index and key in self.aliases:
             return self[self.aliases[key]]
+        if key not in self._mapped:
+            self._mapped[key] = self._map(key)
         found = self._mapped[key]
         entry = self.index[key]
         if "safetensors_file" in entry:
