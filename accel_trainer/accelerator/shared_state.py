@@ -311,6 +311,12 @@ def _join(resolved: Resolved, backend: str | None = None) -> ProcessContext:
 _living: weakref.WeakSet[AcceleratorState] = weakref.WeakSet()
 
 
+def forget_states() -> None:
+    """Let a process that is a copy of another have no state yet."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
 def has_accelerator() -> bool:
     """Return whether an Accelerator lives in this process; a state outlives it."""
     return bool(_living)

@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from accel_trainer.accelerator.shared_state import AcceleratorState, GradientState, has_accelerator
+from accel_trainer.accelerator.shared_state import forget_states, has_accelerator
 from accel_trainer.config import LaunchConfig, resolve
 from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
 from accel_trainer.errors import ConfigError, ProcessGroupError
@@ -324,8 +324,7 @@ def _call(workers: _Workers) -> None:
     # (https://gcc.gnu.org/bugzilla/show_bug.cgi?id=60035).
     torch.set_num_threads(1)
     # An earlier cell may have asked for the state of the notebook's own process, of which this one is a copy.
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget_states()
     report = workers.folder / f"{os.environ['RANK']}.txt"
     report.unlink(missing_ok=True)  # of the attempt before a restart
     try:
