@@ -313,8 +313,9 @@ _living: weakref.WeakSet[AcceleratorState] = weakref.WeakSet()
 
 def forget_states() -> None:
     """Let a process that is a copy of another have no state yet."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    AcceleratorState._shared_state = {}
+    GradientState._shared_state = {}
+    PartialState._reset_state()
 
 
 def has_accelerator() -> bool:
