@@ -120,6 +120,8 @@ class DDPUnit(NativeUnit):
                     "object, unwrap_model(model), or another method than forward). Call the prepared model, whose "
                     "forward may call the other method, or use strategy 'fsdp2'"
                 )
+            if not unit._replicas.prepares_exchange:
+                return  # of a forward within no_sync(): trigger_sync_in_backward() comes later
             given: Any = unit._replicas.given
             seen = id(unit), id(parameter)  # a second Accelerator watches what a first has prepared, beside it
             if seen in given and not unit._replicas.static_graph:
@@ -275,6 +277,7 @@ def _note_call(replicas: nn.Module, *args: Any) -> None:
     if torch.is_grad_enabled():
         replicas.was_called, replicas.has_taken_backward = True, False  # type: ignore[assignment]
         replicas.given = set()  # type: ignore[assignment]
+        replicas.prepares_exchange = replicas.require_backward_grad_sync
 
 
 def _check_frozen(model: nn.Module, *args: Any) -> None:
