@@ -353,13 +353,13 @@ def num_shards_of(dataset: Any) -> int:
     if _is_unknown(dataset):
         return 0
     count = getattr(dataset, "num_shards", 0)
-    for node in nodes_of(dataset):
+    for node in _nodes_of(dataset):
         if type(node).__name__.startswith(_UNSHARDABLE) or getattr(node, "drop_last_batch", False):
             return 0
     return count if isinstance(count, int) and callable(getattr(dataset, "shard", None)) else 0
 
 
-def nodes_of(dataset: Any) -> Iterator[Any]:
+def _nodes_of(dataset: Any) -> Iterator[Any]:
     """Yield the steps that a stream of `datasets` is made of."""
     waiting = [getattr(dataset, "_ex_iterable", None)]
     while waiting:
@@ -395,14 +395,18 @@ def _prepare_pipe(pipe: IterDataPipe[Any], seed: int) -> None:
         apply_sharding(pipe, worker.num_workers, worker.id, SHARDING_PRIORITIES.MULTIPROCESSING)
 
 
-def can_resume_itself(dataset: Any) -> bool:
-    """Return whether a stream goes on exactly at its state: shuffle buffers of `datasets` lose their rows."""
+def can_resume_itself(dataset: Any, num_workers: int) -> bool:
+    """Return whether a stream goes on exactly at its state: shuffle buffers of `datasets` lose their rows.
+
+    In workers, it loads the state of a concatenation before it has dealt out its parts, and fails.
+    """
     has_state = all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
     if not has_state or _is_unknown(dataset):
         return False
     if isinstance(dataset, PackedStream):
-        return can_resume_itself(dataset.dataset)
-    return not any("Shuffled" in type(node).__name__ for node in nodes_of(dataset))
+        return can_resume_itself(dataset.dataset, num_workers)
+    lossy = ("Shuffled", "VerticallyConcatenated") if num_workers else ("Shuffled",)
+    return not any(word in type(node).__name__ for node in _nodes_of(dataset) for word in lossy)
 
 
 def made_resumable(dataset: Any) -> Any:
@@ -413,7 +417,7 @@ def made_resumable(dataset: Any) -> Any:
             dataset = copy.copy(dataset)
             dataset.dataset = inner
         return dataset
-    if any(type(node).__name__ == _NODES[0] for node in nodes_of(dataset)) and not _is_unknown(dataset):
+    if any(type(node).__name__ == _NODES[0] for node in _nodes_of(dataset)) and not _is_unknown(dataset):
         from accel_trainer.data.shuffle_buffer import with_window_shuffles
 
         return with_window_shuffles(dataset)

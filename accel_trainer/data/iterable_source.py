@@ -25,7 +25,6 @@ from accel_trainer.data.iterable_reader import (
     can_resume_itself,
     is_sharded_by_rank,
     made_resumable,
-    nodes_of,
     num_shards_of,
     set_dataset_epoch,
 )
@@ -63,7 +62,7 @@ def build_stream_source(
         _check_shared(dataset, shards)
     own = _own_shard(dataset, process, config, shards, shard)
     read = dataset if own is None else own
-    options: Any = {"num_lanes": loader.num_workers, "keeps_state": _keeps_state(read, loader.num_workers)}
+    options: Any = {"num_lanes": loader.num_workers, "keeps_state": can_resume_itself(read, loader.num_workers)}
     if own is not None:
         own_stream = ShardedStream(own, rule, seed, **options)
         full = None if own is dataset else _slices(loader, SlicedStream(dataset, rule, seed, **options), worker_seed)
@@ -95,12 +94,6 @@ def _own_shard(dataset: Any, process: ProcessContext, config: DataConfig, shards
     if config.use_stateful_dataloader or num_shards_of(dataset) < shards:
         return None
     return dataset.shard(num_shards=shards, index=shard)
-
-
-def _keeps_state(dataset: Any, num_workers: int) -> bool:
-    # In workers, datasets loads the state of a concatenation before it has dealt out its parts, and fails.
-    is_joined = any(type(node).__name__.startswith("VerticallyConcatenated") for node in nodes_of(dataset))
-    return can_resume_itself(dataset) and not (num_workers and is_joined)
 
 
 def _check_shared(dataset: Any, shards: int) -> None:
