@@ -105,7 +105,8 @@ def measure_size(name: str, rounds: int) -> list[Row]:
                 print(which, file=rank.stdin, flush=True)
             said = [json.loads(rank.stdout.readline()) for rank in ranks]
             if index > 0:  # the first warms up
-                found[which].append((sum(each[0] for each in said), said[0][1]))
+                # The job takes as long as its slowest rank: where none waits before a step, one may end early.
+                found[which].append((sum(each[0] for each in said), max(each[1] for each in said)))
     for rank in ranks:
         rank.stdin.close()
         rank.wait(60)

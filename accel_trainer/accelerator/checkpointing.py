@@ -37,7 +37,6 @@ from accel_trainer.checkpoint.run_state import (
 from accel_trainer.checkpoint.store import PREFIX
 from accel_trainer.data.loader import LoaderCheckpoint
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, DesyncError
-from accel_trainer.runtime.collective_checks import all_come
 from accel_trainer.runtime.preemption import StopPoint, run_until_stop, warn_of_new_beginning
 from accel_trainer.runtime.process import find_attempt, read_environment
 from accel_trainer.runtime.shared_errors import gather_calls, raise_together
@@ -56,11 +55,6 @@ _TOKENS_KEY = "tokens_seen"
 """Of a manifest's metadata: the tokens of all ranks until then, where meters have counted them."""
 _FINITE_KEY = "finite_up_to"
 """Of a manifest's metadata, where all weights were looked at and are numbers: the largest that their dtypes have."""
-
-_SAVED_BY_ALL = (
-    "All ranks call save_state(): take it out of `if accelerator.is_main_process`. The main process can save alone "
-    "where it has all of the state: under DDP, at the end of an update"
-)
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 """Called with the models, without DDP's or a compiler's wrapper, their weights, and the directory to write into."""
@@ -255,7 +249,7 @@ class AcceleratorCheckpointing(AcceleratorWeights):
         else:
             directory, name, number = self._checkpoints_directory(), None, configuration.iteration
         section = f"save to {output_dir or configuration.project_dir}"
-        with self._await_all_ranks():
+        with self._saving_alone_if_not_all_come():
             return self._save_to(directory, name, number, section, in_background=async_)
 
     def _save_to(
@@ -290,12 +284,9 @@ class AcceleratorCheckpointing(AcceleratorWeights):
             self._has_own_states = True
         return saved
 
-    def _await_all_ranks(self) -> AbstractContextManager[None]:
+    def _saving_alone_if_not_all_come(self) -> AbstractContextManager[None]:
         """Return a context for the save; refuse one that some ranks do not come to, unless the main process has all."""
-        if self.lost_ranks is not None:  # those left begin the save again
-            return nullcontext()
-        debug, may_be_alone = self.config.debug, self._has_whole_state()
-        if all_come("save_state", self.process, debug=debug, way_out=_SAVED_BY_ALL, may_be_alone=may_be_alone):
+        if self._all_come("save_state", has_all=self._has_whole_state()):
             return nullcontext()
         logger.warning_once(
             "save_state() is called on the main process alone, %s: the state has its random streams, and none of the "
@@ -304,18 +295,15 @@ class AcceleratorCheckpointing(AcceleratorWeights):
         return self._checkpointer.saving_alone()
 
     def _has_whole_state(self) -> bool:
-        """Whether this is rank 0, and all is here that a run goes on with, but for other ranks' random streams."""
+        """Whether all is here that a run goes on with, but for other ranks' random streams."""
         prepared = self._prepared
         is_shared = any(
             each.window.is_open or each.unit.local_replicas is not None and each.unit.local_replicas.is_apart
             for each in prepared.units
         )
         return (
-            self.process.is_main
-            and self.strategy.capabilities.replicates_state
-            and not is_shared
+            not is_shared
             and not any(loader.gathers_state for loader in prepared.dataloaders)
-            and not self.project_configuration.save_on_each_node
             # Its outcome is one of all ranks.
             and self._checkpointer.background is None
         )

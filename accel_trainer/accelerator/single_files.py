@@ -35,6 +35,7 @@ from accel_trainer.checkpoint.weights.weight_files import distinct, make_tensors
 from accel_trainer.config import NonFiniteAction
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
+from accel_trainer.runtime.collective_checks import all_come
 from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_module
 from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.process import ProcessContext, current_process
@@ -351,7 +352,7 @@ class AcceleratorWeights(AcceleratorSettings):
         *,
         averaged: bool = False,
     ) -> None:
-        """Write the model's weights to `save_directory`. Collective: every rank calls it.
+        """Write the model's weights to `save_directory`. Collective: every rank calls it, or under DDP rank 0 alone.
 
         One parameter is unsharded at a time: no process ever holds the full model for it. Of a model that was never
         prepared, rank 0's weights are written.
@@ -374,22 +375,40 @@ class AcceleratorWeights(AcceleratorSettings):
         found = self._find_unit(model)
         if found is None and self.process.is_distributed:
             logger.warning(f"{type(model).__name__} was not prepared: its weights on rank 0 are saved")
-        if found is not None:
-            self._check_weights([found], f"save_model to {directory}")
-        # Of sharded models rank 0 alone gets whole tensors.
-        is_sharded = self.strategy.capabilities.shards_parameters
-        writes = self.process.is_main if is_sharded else self.should_save_model
-        # Errors of the writing are raised after the last tensor has been gathered: the ranks stay in step.
-        with (
-            self.averaged_weights(model) if averaged else nullcontext(),
-            raise_together(self.process, f"save_model to {directory}"),
-        ):
-            state = _own_state(model) if found is None else found.unit.checkpoint_io().lazy_model_state()
-            save_weights(state, directory, max_shard_size, safe_serialization=safe_serialization, writes=writes)
+        is_alone = not self._all_come("save_model", has_all=True)
+        with self._checkpointer.saving_alone() if is_alone else nullcontext():
+            if found is not None:
+                self._check_weights([found], f"save_model to {directory}")
+            # Of sharded models rank 0 alone gets whole tensors.
+            is_sharded = self.strategy.capabilities.shards_parameters
+            writes = self.process.is_main if is_sharded else self.should_save_model
+            # Errors of the writing are raised after the last tensor has been gathered: the ranks stay in step.
+            with (
+                self.averaged_weights(model) if averaged else nullcontext(),
+                raise_together(self._saving_process, f"save_model to {directory}"),
+            ):
+                state = _own_state(model) if found is None else found.unit.checkpoint_io().lazy_model_state()
+                save_weights(state, directory, max_shard_size, safe_serialization=safe_serialization, writes=writes)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Write `obj` to `f` on rank 0 (on each node's first rank with `save_on_each_node`); a no-op elsewhere."""
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization, process=self.process)
+
+    def _all_come(self, call: str, *, has_all: bool) -> bool:
+        """Wait for all ranks; False where the others are past the call, and rank 0, which `has_all`, saves alone."""
+        if self.lost_ranks is not None:  # those left begin the save again
+            return True
+        may_be_alone = (
+            has_all
+            and self.process.is_main
+            and self.strategy.capabilities.replicates_state
+            and not self.project_configuration.save_on_each_node
+        )
+        way_out = (
+            f"All ranks call {call}(): take it out of `if accelerator.is_main_process`. The main process can save "
+            "alone where it has all there is to save: under DDP, a state at the end of an update"
+        )
+        return all_come(call, self.process, debug=self.config.debug, way_out=way_out, may_be_alone=may_be_alone)
 
     @property
     def _saving_process(self) -> ProcessContext:

@@ -261,7 +261,12 @@ def _ask_strategy(interview: Interview, num_machines: int) -> None:
 
 def _ask_numbers(interview: Interview, precisions: Mapping[str, str]) -> None:
     """Ask for precision and accumulation, which a configuration of an engine's own may have answered."""
-    answered = resolve(file={name: interview.content[name] for name in _OF_ENGINE if name in interview.content})
+    content = interview.content
+    answered = resolve(file={name: content[name] for name in _OF_ENGINE if name in content})
+    if "fp8" in precisions and (
+        content["strategy"] == "deepspeed" or content.get("parallel", {}).get("tp_size", 1) > 1
+    ):
+        precisions = {word: text for word, text in precisions.items() if word != "fp8"}  # neither computes in it
     if not answered.is_set("mixed_precision"):
         interview.option("mixed_precision", "Mixed precision?", choices=precisions)
     if not answered.is_set("accumulation.num_steps"):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from accel_trainer import logging
 from accel_trainer.errors import BatchSizeError, ConfigError, ProcessGroupError, UnsupportedTypeError
-from accel_trainer.runtime.own_watch import current_watch, start_watch, unexplained_errors
+from accel_trainer.runtime.own_watch import current_watch, raise_if_theirs, start_watch, unexplained_errors
 from accel_trainer.runtime.torch_private import (
     clear_dtensor_caches,
     default_group,
@@ -240,8 +240,12 @@ def _attempt(function: Callable[[], Any], name: str) -> tuple[bool, Any]:
         return vote == _DONE, result
     ballot = _Ballot(name)
     # A rank that runs out of memory leaves, and the votes tell it from one that failed.
-    with unexplained_errors(), _released_with_others(ballot) if ballot.aborts else nullcontext():
-        vote, result = _call(function, name)
+    try:
+        with unexplained_errors(), _released_with_others(ballot) if ballot.aborts else nullcontext():
+            vote, result = _call(function, name)
+    except RuntimeError as error:
+        raise_if_theirs(error)
+        raise
     ballot.cast(vote)
     if vote == _OUT_OF_MEMORY:
         # In this order: a model that refers to the group keeps its connections open, and the others wait in them.

@@ -1,4 +1,4 @@
-"""`save_state` under `if accelerator.is_main_process`: what rank 0 can save alone, and what it cannot."""
+"""`save_state` and `save_model` under `if accelerator.is_main_process`: what rank 0 can save alone, and what not."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -169,6 +170,35 @@ def test_hooks_get_the_models_without_the_wrapper_of_ddp(ended: Callable[[str], 
     assert not any(".model." in name for name in Manifest.read(folder / "state").files)
 
 
+def save_weights_in_turns(folder: Path, strategy: str, config: dict[str, Any]) -> list[float]:
+    """Save weights alone and with all, in turns, behind an update each; return the first weight at each save."""
+    rank_watch._STUCK_SECONDS = 1.0
+    accelerator = Accelerator(cpu=True, strategy=strategy, config=config)
+    model, optimizer = accelerator.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    seen = []
+    for number in range(4):
+        take_update(model(torch.ones(1, 2)).sum(), optimizer, accelerator)
+        if number % 2 or accelerator.is_main_process:
+            accelerator.save_model(model, folder / f"weights_{number}")
+        assert accelerator.reduce(torch.ones(1)).item() == 2
+        seen.append(accelerator.unwrap_model(model).weight[0, 0].item())
+    return seen
+
+
+@pytest.mark.parametrize("name", ["weights", "weights, debug"])
+def test_weights_are_saved_by_the_main_process_and_by_all_ranks_in_turns(ended: Callable[[str], Any], name: str):
+    results, folder = ended(name)
+    saved = [load_file(folder / f"weights_{number}" / "model.safetensors")["weight"][0, 0] for number in range(4)]
+    assert saved == results[0] == results[1]
+
+
+def test_weights_that_ranks_share_are_not_saved_by_one_alone(ended: Callable[[str], Any]):
+    failed, folder = ended("shards of weights")
+    assert "DesyncError: rank 0 is about to call save_model, save_weights_in_turns (test_main" in failed.failures[0]
+    assert "All ranks call save_model(): take it out of `if accelerator.is_main_process`." in failed.failures[0]
+    assert not (folder / "weights_0").exists()
+
+
 def save_what_ranks_share(folder: Path, strategy: str, kind: str) -> None:
     rank_watch._STUCK_SECONDS = 1.0
     accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
@@ -190,6 +220,9 @@ JOBS: dict[str, tuple[Any, ...]] = {
     "save_async": (save_in_turns, {"save_async": True}),
     "leave": (save_and_leave,),
     "hooks": (save_by_hooks,),
+    "weights": (save_weights_in_turns, "ddp", {}),
+    "weights, debug": (save_weights_in_turns, "ddp", {"debug": True}),
+    "shards of weights": (save_weights_in_turns, "fsdp2", {}),
     "shards": (save_what_ranks_share, "fsdp2", "shards"),
     "window": (save_what_ranks_share, "ddp", "window"),
     "rank": (save_what_ranks_share, "ddp", "rank"),

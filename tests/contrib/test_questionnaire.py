@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 import yaml
 
+from accel_trainer.config import resolve
+from accel_trainer.contrib.questionnaire import Interview, Question, ask_configuration
 from accel_trainer.launch.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,3 +177,24 @@ def test_a_dumb_terminal_is_asked_line_by_line(tmp_path: Path) -> None:
         os.close(terminal.master)
     assert terminal.text().endswith("accel-trainer config: stopped by ctrl-C\n")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("answers", "offers"),
+    [
+        ({"strategy": "deepspeed", "launch.num_processes": "2"}, False),
+        ({"strategy": "fsdp2", "launch.num_processes": "4", "parallel.tp_size": "2"}, False),
+        ({"strategy": "fsdp2", "launch.num_processes": "4"}, True),
+    ],
+)
+def test_fp8_is_offered_where_layers_compute_in_it(answers: dict[str, str], offers: bool) -> None:
+    asked = {}
+
+    def read(question: Question) -> str:
+        asked[question.key] = question
+        return answers.get(question.key) or question.default or next(iter(question.choices or {}), "none")
+
+    content = Interview(read).run(ask_configuration)
+
+    assert ("fp8" in (asked["mixed_precision"].choices or {})) is offers
+    assert resolve(file=content).config.strategy == answers["strategy"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -243,17 +244,25 @@ def test_an_abort_reaches_every_group_that_works_on_devices():
         assert aborted == expected
 
 
-def end_differently(error_rank: int) -> str:
-    """Train without collectives: one rank is done, the other fails."""
+def end_differently(error_rank: int, waits: bool = False) -> str:
+    """Train without collectives: one rank is done, or waits for the other in a reduction, and the other fails."""
     accelerator = Accelerator(cpu=True)
 
     @find_executable_batch_size(starting_batch_size=8)
     def train(batch_size: int) -> str:
         if accelerator.process_index == error_rank:
             raise ValueError("a label is missing")
+        if waits:  # until the other's connections close
+            dist.all_reduce(torch.ones(1))
         return "done"
 
-    return train()
+    try:
+        return train()
+    except ValueError as error:
+        if waits:  # as the process ends
+            sys.excepthook(type(error), error, error.__traceback__)
+            dist.destroy_process_group()
+        raise
 
 
 def test_another_error_on_one_rank_is_raised_there_and_named_on_the_others():
@@ -261,6 +270,13 @@ def test_another_error_on_one_rank_is_raised_there_and_named_on_the_others():
         run_ranks(end_differently, 2, 1)
     assert "ValueError: a label is missing" in caught.value.failures[1]
     assert "ProcessGroupError: rank 1 failed: ValueError: a label is missing. This rank (0)" in caught.value.failures[0]
+
+
+def test_a_rank_that_waits_for_one_with_another_error_names_it():
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(end_differently, 2, 1, True)
+    assert "ValueError: a label is missing" in caught.value.failures[1]
+    assert "RemoteRankError: rank 1 failed" in caught.value.failures[0]
 
 
 def never_vote() -> None:

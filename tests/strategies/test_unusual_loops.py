@@ -84,6 +84,28 @@ def test_the_gradients_of_two_backwards_of_one_forward_are_averaged_under_fsdp2(
     assert run_ranks(two_losses_of_one_forward, 2, "fsdp2")[0] == pytest.approx(alone, rel=1e-5)
 
 
+def backwards_behind_all_forwards(strategy: str) -> list[float]:
+    """Run all forwards of an update within no_sync(), and ask for an exchange in the last backward."""
+    accelerator = begin(strategy)
+    model = build()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    means = []
+    for step in range(3):
+        with accelerator.no_sync(model):
+            losses = [model(own_rows(accelerator, 3 * step + index)).square().mean() for index in range(3)]
+        for loss in losses[:-1]:
+            accelerator.backward(loss)
+        with accelerator.trigger_sync_in_backward(model):
+            take_update(losses[-1], optimizer, accelerator)
+        means.append(accelerator.reduce(sum(losses).detach(), "mean").item())
+    return means
+
+
+def test_ddp_takes_backwards_of_forwards_without_an_exchange() -> None:
+    [alone] = run_ranks(backwards_behind_all_forwards, 1, "single")
+    assert run_ranks(backwards_behind_all_forwards, 2, "ddp")[0] == pytest.approx(alone, rel=1e-5)
+
+
 def head_joins_in(strategy: str) -> list[float]:
     """Train with a head that joins the optimizer behind prepare(), by the parameters that it had before."""
     accelerator = begin(strategy)

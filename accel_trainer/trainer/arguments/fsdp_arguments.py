@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import TrainingArguments
 
 from accel_trainer import logging
 from accel_trainer.config import Dialect, Resolved, SourceKind, WrapPolicy, fsdp_options, read_file, resolve
+from accel_trainer.config.files import FileConfig
+from accel_trainer.config.schema import set_key, thaw
 from accel_trainer.errors import ConfigError
 
 logger = logging.get_logger(__name__)
@@ -21,6 +24,8 @@ FSDPConfigSource = str | os.PathLike[str] | Mapping[str, Any] | None
 # Keys that upstream keeps in `args.fsdp_config` for its TPU path; its Trainer looks them up whatever the device.
 _XLA_SWITCHES = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 
+_OTHER_OPTIONS = "accel_trainer"
+"""Key of `args.fsdp_config` with what a file says of other things than FSDP, in our own sections."""
 _UPSTREAM_WRAP_POLICY = {
     WrapPolicy.TRANSFORMER: "TRANSFORMER_BASED_WRAP",
     WrapPolicy.SIZE: "SIZE_BASED_WRAP",
@@ -47,7 +52,7 @@ def resolve_arguments(
     if fsdp_config and not fsdp:
         logger.warning("fsdp_config is not read because fsdp is not set; pass fsdp=True to shard the model")
     asked = _options_of(fsdp) if fsdp else {}
-    file = _readable_again(fsdp_config) if fsdp else None
+    file = _read(fsdp_config) if fsdp and fsdp_config else None
     if file is not None and _keeps_whole_models(file):
         asked["strategy"] = "ddp"
     merge = partial(
@@ -63,11 +68,10 @@ def resolve_arguments(
     return merge(explicit=given | fills) if fills else resolved
 
 
-def _keeps_whole_models(file: FSDPConfigSource) -> bool:
+def _keeps_whole_models(file: FileConfig) -> bool:
     """Whether options of FSDP are NO_SHARD: every rank has the whole model, which is DDP."""
-    found = read_file(file)  # type: ignore[arg-type]
-    strategy = found.settings.get("strategy")
-    is_of_fsdp = found.dialect is Dialect.FSDP_CONFIG or found.content.get("distributed_type") == "FSDP"
+    strategy = file.settings.get("strategy")
+    is_of_fsdp = file.dialect is Dialect.FSDP_CONFIG or file.content.get("distributed_type") == "FSDP"
     return is_of_fsdp and strategy is not None and strategy.value == "ddp"
 
 
@@ -77,19 +81,19 @@ def _options_of(fsdp: bool | str | Iterable[Any]) -> dict[str, Any]:
     return fsdp_options(fsdp if isinstance(fsdp, str) else [getattr(word, "value", word) for word in fsdp])
 
 
-def _readable_again(fsdp_config: FSDPConfigSource) -> FSDPConfigSource:
-    """Turn the dict of `fill_fsdp_fields` into a complete file: a flat one has no place for `mixed_precision`."""
+def _read(fsdp_config: Any) -> FileConfig:
+    """Read a configuration in any form, the dict that `fill_fsdp_fields` makes too."""
     if isinstance(fsdp_config, str) and fsdp_config.lstrip().startswith("{"):
         try:
             fsdp_config = json.loads(fsdp_config)
         except json.JSONDecodeError as error:
             raise ConfigError(f"fsdp_config is not valid JSON: {error}; pass a dict, a path, or JSON text") from error
-    if not isinstance(fsdp_config, Mapping) or "mixed_precision" not in fsdp_config:
-        return fsdp_config or None
-    if "distributed_type" in fsdp_config or "fsdp_config" in fsdp_config:
-        return fsdp_config
-    rest = {key: value for key, value in fsdp_config.items() if key != "mixed_precision"}
-    return {"distributed_type": "FSDP", "mixed_precision": fsdp_config["mixed_precision"], "fsdp_config": rest}
+    if not isinstance(fsdp_config, Mapping) or _OTHER_OPTIONS not in fsdp_config:
+        return read_file(fsdp_config)
+    flat = dict(fsdp_config)
+    others = read_file(flat.pop(_OTHER_OPTIONS))
+    options = read_file(flat)
+    return dataclasses.replace(options, settings={**others.settings, **options.settings})
 
 
 def loads_after_sharding(resolved: Resolved) -> bool:
@@ -119,11 +123,14 @@ def check_recomputation(args: TrainingArguments, resolved: Resolved) -> None:
         )
 
 
-def fill_fsdp_fields(args: TrainingArguments, resolved: Resolved) -> None:
+def fill_fsdp_fields(args: TrainingArguments, resolved: Resolved, *, in_fields: Container[str]) -> None:
     """Put the resolved options where upstream's Trainer looks for them; there is no accelerate plugin to build.
 
-    `mixed_precision` is among them when a file set it: arguments that are rebuilt from `to_dict()` or by
-    `dataclasses.replace` come out the same.
+    With them goes what else a file set, but for options that have other fields: arguments that are rebuilt from
+    `to_dict()` or by `dataclasses.replace` come out the same.
+
+    Args:
+        in_fields: dotted paths of options whose values are in fields of their own.
     """
     if not args.fsdp:
         return
@@ -146,8 +153,13 @@ def fill_fsdp_fields(args: TrainingArguments, resolved: Resolved) -> None:
         content["transformer_layer_cls_to_wrap"] = list(fsdp.wrap_classes)
     if fsdp.ignored_modules:
         content["ignored_modules"] = list(fsdp.ignored_modules)
-    if resolved.source("mixed_precision").kind is SourceKind.FILE:
-        content["mixed_precision"] = str(resolved.config.mixed_precision)
+    flat = read_file(content).settings
+    others: dict[str, Any] = {}
+    for path, value, source in resolved.explain():
+        if source.kind is SourceKind.FILE and path not in flat and path not in in_fields:
+            set_key(others, path, thaw(value))
+    if others:
+        content[_OTHER_OPTIONS] = others
     args.fsdp_config = content
     # NO_SHARD resolves to plain data parallel, and upstream takes a true `fsdp` for a sharded model.
     args.fsdp = resolved.config.strategy != "ddp"

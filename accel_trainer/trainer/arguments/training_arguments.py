@@ -495,7 +495,9 @@ class TrainingArguments(transformers.TrainingArguments):
         return options
 
     def _process_fsdp_args(self) -> None:
-        fill_fsdp_fields(self, self.resolved)
+        fill_fsdp_fields(
+            self, self.resolved, in_fields={*_TAKEN, "use_cpu", *(f"data.{name}" for name in _DATA_OPTIONS)}
+        )
 
     @functools.cached_property
     def _setup_devices(self) -> torch.device:

@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import FSDPOption
 
 from accel_trainer import Accelerator
+from accel_trainer.config import HangConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.state import AcceleratorState, PartialState
 from accel_trainer.trainer import Seq2SeqTrainingArguments, TrainingArguments
@@ -325,6 +326,46 @@ def test_arguments_survive_copies_files_and_pickles(tmp_path):
         assert other.mixed_precision == "bf16"
         assert other.resolved.config == dataclasses.replace(args.resolved.config, launch=other.resolved.config.launch)
         assert other.device == args.device
+
+
+OWN = {
+    "strategy": "fsdp2",
+    "mixed_precision": "bf16",
+    "ema_decay": 0.9,
+    "activation_checkpointing": "selective",
+    "fsdp": {"wrap_classes": ["BertLayer"], "backward_prefetch": False},
+    "accumulation": {"num_steps": 4},
+    "data": {"even_batches": False},
+    "hang": {"step_seconds": 120.0},
+    "timeout_seconds": 77,
+}
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_what_a_file_of_ours_says_besides_fsdp_survives_copies(tmp_path, as_file):
+    args = build(tmp_path, fsdp=True, fsdp_config=write(tmp_path, "own.json", json.dumps(OWN)) if as_file else OWN)
+
+    copies = [
+        dataclasses.replace(args),
+        TrainingArguments(**json.loads(args.to_json_string())),
+        build(tmp_path, fsdp=True, fsdp_config=json.dumps(args.fsdp_config), gradient_accumulation_steps=4),
+    ]
+
+    assert args.resolved.config.timeout_seconds == 77
+    assert args.resolved.config.fsdp.backward_prefetch is False
+    for other in copies[:2]:
+        assert other.fsdp_config == args.fsdp_config
+        # The number of micro-batches has a field of its own.
+        assert other.gradient_accumulation_steps == args.gradient_accumulation_steps == 4
+        assert dataclasses.replace(other.resolved.config, accumulation=args.resolved.config.accumulation) == (
+            args.resolved.config
+        )
+    assert copies[2].resolved.config.hang == args.resolved.config.hang != HangConfig()
+    # It can be set back to its default.
+    again = dataclasses.replace(args, gradient_accumulation_steps=1)
+    assert (again.gradient_accumulation_steps, again.resolved.config.ema_decay) == (1, 0.9)
+    changed = dataclasses.replace(args, fsdp_config={**args.fsdp_config, "forward_prefetch": True})
+    assert (changed.resolved.config.fsdp.forward_prefetch, changed.resolved.config.timeout_seconds) == (True, 77)
 
 
 def test_serialised_forms_hide_tokens_and_hold_plain_values(tmp_path):
