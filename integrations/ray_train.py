@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 
 class RayReportCallback(TrainerCallback):
-    """Reports each checkpoint of a Trainer, and each evaluation, with the metrics logged since the report before.
+    """Reports each checkpoint of a Trainer with the metrics logged since the one before, and evaluations without one.
 
     Ray Train has a report wait until its controller has looked, every 2 s by default, and keeps metrics beside
     checkpoints only: what is merely logged is not reported. Ray's own `RayTrainReportCallback` works, too. It has every
@@ -29,29 +29,35 @@ class RayReportCallback(TrainerCallback):
 
     def __init__(self, report: Callable[..., Any] = ray.train.report, **options: Any) -> None:
         self._report, self._options = report, options
-        self._num_reported = 0
+        self._num_reported = self._saved_step = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave out reports of the run that is resumed."""
-        self._num_reported = len(state.log_history)
+        self._num_reported, self._saved_step = len(state.log_history), state.global_step
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report an evaluation that no save follows. Collective under Ray Train, as is `on_save`."""
         if not control.should_save:
-            self._report(self._metrics(state), **self._options)
+            new = state.log_history[self._num_reported :]
+            self._num_reported = len(state.log_history)
+            self._report(_merge(new, state), **self._options)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report the checkpoint that has been committed."""
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
         checkpoint = ray.tune.Checkpoint.from_directory(folder) if args.should_save else None
-        self._report(self._metrics(state), checkpoint=checkpoint, **self._options)
+        # With save_async later steps may have been logged, and with save_strategy="best" the evaluation been reported.
+        earlier = [entry for entry in state.log_history if entry["step"] <= state.global_step]
+        new = [entry for entry in earlier if entry["step"] > self._saved_step]
+        self._num_reported, self._saved_step = max(self._num_reported, len(earlier)), state.global_step
+        self._report(_merge(new, state), checkpoint=checkpoint, **self._options)
 
-    def _metrics(self, state: Any) -> dict[str, Any]:
-        metrics: dict[str, Any] = {}
-        for entry in state.log_history[self._num_reported :]:
-            metrics |= entry
-        self._num_reported = len(state.log_history)
-        return {**metrics, "step": state.global_step, "epoch": state.epoch}
+
+def _merge(entries: Iterable[dict[str, Any]], state: Any) -> dict[str, Any]:
+    metrics: dict[str, Any] = {}
+    for entry in entries:
+        metrics |= entry
+    return {**metrics, "step": state.global_step, "epoch": state.epoch}
 
 
 class RayShard(IterableDataset[Any]):

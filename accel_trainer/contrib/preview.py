@@ -23,7 +23,7 @@ _COUNTED_BATCHES = 200
 _READ: dict[str, Any] = {
     "tokenizer": None, "dataset_mixture": None, "packing": False, "packing_strategy": "bfd", "max_length": 1024,
     "padding_free": False, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": -1,
-    "seed": 42, "data_seed": None, "train_sampling_strategy": "random",
+    "seed": 42, "data_seed": None, "train_sampling_strategy": "random", "pad_batches_to_multiple_of": None,
 }  # fmt: skip
 
 
@@ -68,6 +68,7 @@ def preview(file: str, num_batches: int) -> Iterator[str]:
     collate = PackingCollator(
         pad_token_id=getattr(tokenizer, "pad_token_id", None) or 0,
         padding_free=options["padding_free"],
+        pad_to_multiple_of=options["pad_batches_to_multiple_of"],
         columns=("input_ids", "labels", "attention_mask"),
     )
     counts, computed = _Counts(), 0
@@ -157,7 +158,13 @@ def _read_options(file: str) -> dict[str, Any]:
             )
     if not isinstance(given, Mapping) or not given.get("dataset_mixture"):
         raise ConfigError(f"{file} has no dataset_mixture, whose batches could be shown; add one, see docs/data.md")
-    return {**_READ, **given}
+    options = {**_READ, **given}
+    if options["train_sampling_strategy"] not in ("random", "sequential"):
+        raise ConfigError(
+            f"{file} has train_sampling_strategy={options['train_sampling_strategy']!r}, whose batches a preview does "
+            "not make; it shows those of 'random' and 'sequential'"
+        )
+    return options
 
 
 def _load_tokenizer(name: str | None) -> Any:

@@ -256,7 +256,8 @@ def _kubernetes(job: _Job, options: Options) -> dict[str, Any]:
             "save_seconds": job.save_seconds,
             "labels": json.dumps(labels),
             "image": json.dumps(job.image),
-            "command": json.dumps([word.replace("$", "$$") for word in job.command]),  # $(NAME) is a variable, $$ a $
+            # $(NAME) is a variable, $$ a $. No escapes: those of JSON for emojis are two, which YAML does not take.
+            "command": json.dumps([word.replace("$", "$$") for word in job.command], ensure_ascii=False),
             "variables": json.dumps(variables),
             "secrets": json.dumps([{"secretRef": {"name": name}} for name in job.secrets]),
             "resources": json.dumps(_container_resources(job)),

@@ -195,6 +195,11 @@ def _run_in_store(arguments: argparse.Namespace) -> int:
         removed = [name for store in stores for name in store.retire(arguments.keep, _best_in_store(store))]
         print("".join(f"removed {name}\n" for name in removed) + f"{len(removed)} removed")
         return 0
+    if not held:
+        raise CheckpointNotFoundError(
+            f"{shown(arguments.directory)} has no checkpoints; give the address of a run's store, not that of one "
+            "checkpoint in it"
+        )
     flaws = 0
     for store, name in held:
         try:

@@ -39,13 +39,13 @@ def default_config_path(environ: Mapping[str, str]) -> Path:
 def accelerate_config_path(environ: Mapping[str, str]) -> Path | None:
     """Return the default file of Hugging Face accelerate, where there is one."""
     paths = (_cache(environ) / "accelerate" / f"default_config.{suffix}" for suffix in ("yaml", "yml", "json"))
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in paths if os.path.isfile(path)), None)
 
 
 def find_default_config(environ: Mapping[str, str]) -> tuple[Path | None, str]:
     """Return the file that is used by default, and a line that says which one and why; None and "" without any."""
     own, other = default_config_path(environ), accelerate_config_path(environ)
-    if own.is_file():
+    if os.path.isfile(own):  # False for one that may not be read, where a Path's own raises
         ignored = "" if other is None else f"; that of Hugging Face accelerate, {other}, is not used"
         return own, f"configuration from {own}{ignored}"
     if other is None:

@@ -39,7 +39,7 @@ from accel_trainer.launch.config_file import (
 )
 from accel_trainer.launch.flags import launch_flags, options_parser, print_help
 from accel_trainer.launch.job import check_job, option_rows, plan_job, read_options, resolve_options
-from accel_trainer.launch.machine import device_files
+from accel_trainer.launch.machine import check_meeting, device_files
 from accel_trainer.launch.outer_job import find_outer_job, refuse_nesting
 from accel_trainer.tracking import mask_secrets, redact
 
@@ -158,7 +158,9 @@ def run_explain(words: Sequence[str]) -> int:
     if outer is not None:
         print(f"note: {outer.describe()}")
     refuse_nesting(os.environ)
-    check_job(resolved, outer, options)
+    hosts, _ = check_job(resolved, outer, options)
+    if hosts is None and (outer is None or outer.rank is None):
+        check_meeting(resolved.config.launch)
     return 0
 
 

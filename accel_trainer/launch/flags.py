@@ -27,7 +27,7 @@ from accel_trainer.config.dialects.accelerate_file import (
 from accel_trainer.config.document import Entry
 from accel_trainer.config.layer import Layer, SourceKind
 from accel_trainer.config.parallel import SIZE_PATHS, fsdp1_problems
-from accel_trainer.config.validation import BOOLEAN_WORDS, WrongValueError, coerce
+from accel_trainer.config.validation import BOOLEAN_WORDS, WrongValueError, coerce, show
 from accel_trainer.errors import ConfigError, did_you_mean
 
 _ALIASES = {
@@ -338,7 +338,12 @@ def _take(options: Options, layer: Layer) -> None:
     for path, setting in layer.settings.items():
         if path == "strategy" and options.flags.get(path) == "fsdp2":
             del options.flags[path]  # of --use_fsdp, which NO_SHARD says more of
-        options.flags.setdefault(path, schema.thaw(setting.value))
+        known = options.flags.setdefault(path, schema.thaw(setting.value))
+        if coerce(field_specs()[path], known, lenient=True) != setting.value:
+            raise ConfigError(
+                f"{setting.source.where} contradicts {options.spelled.get(path, flag_name(path))}: they set {path} to "
+                f"{show(setting.value)} and to {show(known)}; keep one of the two"
+            )
         _note_spelling(options, path, setting.source.where)
     sizes = {options.spelled.get(path, flag_name(path)): options.flags.get(path) for path in SIZE_PATHS}
     if problems := fsdp1_problems(layer.fsdp1, sizes):

@@ -11,6 +11,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from accel_trainer.config import LaunchConfig, Resolved, RunConfig, Source, SourceKind, read_file, resolve
-from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE, PRECISION_VARIABLE
+from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE, PRECISION_VARIABLE, without_launch
 from accel_trainer.config.parallel import axis_sizes
 from accel_trainer.config.validation import UNUSED_UNDER, show_plain
 from accel_trainer.errors import MISSING_TORCHAO, ConfigError
@@ -29,6 +30,7 @@ from accel_trainer.launch.hosts import HostJob, agent_options, plan_hosts, run_o
 from accel_trainer.launch.machine import (
     VISIBLE_DEVICES,
     check_gpu_ids,
+    check_meeting,
     count_devices,
     count_tpus,
     describe_tpu_variables,
@@ -81,7 +83,10 @@ def run_launch(words: Sequence[str]) -> int:
         return code
     if given := [f"--{name}" for name in OF_JOBS if getattr(options, name) is not None]:
         raise ConfigError(f"{', '.join(given)}: for a job that a scheduler starts; add --print or --submit")
-    job = plan_job(options, os.environ)
+    return _run_or_print(plan_job(options, os.environ), options)
+
+
+def _run_or_print(job: Job, options: Options) -> int:
     if not options.dry_run:
         return run_job(job)
     _print_job(job)
@@ -97,12 +102,14 @@ def run_test(words: Sequence[str]) -> int:
     options = _read_and_print_notes(words, command)
     if options.rest or options.module or options.no_python:
         raise ConfigError(f"{command} has a script of its own and takes none; to start yours: accel-trainer launch")
+    if given := [f"--{name}" for name in ("print", "submit", *OF_JOBS) if getattr(options, name)]:
+        raise ConfigError(f"{', '.join(given)}: {command} starts its job here; to have a scheduler start yours: launch")
     config = resolve_options(options, os.environ, find_outer_job(os.environ))[0].config
     is_open = config.launch.num_processes is None and config.strategy != "single"
     if is_open and not count_devices(config.use_cpu, config.launch.gpu_ids):
         options.flags["launch.num_processes"] = 2 * config.launch.num_machines
     options.module, options.rest = True, (_CHECKS,)
-    return run_job(plan_job(options, os.environ))
+    return _run_or_print(plan_job(options, os.environ), options)
 
 
 def read_options(words: Sequence[str], command: str, environ: Mapping[str, str]) -> Options:
@@ -125,14 +132,13 @@ def _read_and_print_notes(words: Sequence[str], command: str) -> Options:
 def resolve_options(options: Options, environ: Mapping[str, str], outer: OuterJob | None) -> tuple[Resolved, str]:
     """Return the configuration, and the text of ACCEL_TRAINER_LAUNCH with which the workers come to the same one."""
     file = options.config_file
-    if file is not None and os.path.exists(file):
+    if file is not None and os.path.isfile(file):
         file = os.path.abspath(file)
-    variables = {name: value for name, value in environ.items() if name != LAUNCH_VARIABLE}
     content = None if file is None else read_file(file)
     resolved = resolve(
         flags=options.flags,
         flags_spelled=options.spelled,
-        environ=variables,
+        environ=without_launch(environ),
         file=content,
         surroundings=None if outer is None else outer.layer(),
     )
@@ -143,6 +149,7 @@ def resolve_options(options: Options, environ: Mapping[str, str], outer: OuterJo
 
 def plan_job(options: Options, environ: Mapping[str, str]) -> Job:
     """Return the job that a command line asks for, checked."""
+    environ = without_launch(environ)
     command = find_command(options, environ)
     refuse_nesting(environ)
     outer = find_outer_job(environ)
@@ -151,6 +158,8 @@ def plan_job(options: Options, environ: Mapping[str, str]) -> Job:
     is_rank = outer is not None and outer.rank is not None
     launch = resolved.config.launch
     needs_group = not is_rank and _needs_group(resolved, num_processes)
+    if needs_group and hosts is None:
+        check_meeting(launch)
     if (needs_group or is_rank) and command[0] == sys.executable:
         command = (command[0], "-u", *command[1:])
     num_local = num_processes // launch.num_machines if hosts is None else hosts.num_local_processes
@@ -256,6 +265,7 @@ def run_job(job: Job) -> int:
 
         launch, use_cpu = job.resolved.config.launch, job.resolved.config.use_cpu
         return run_workers(AgentJob(job.command, job.environment, job.num_local_processes, launch, use_cpu))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a program would inherit that
     try:
         os.execvpe(job.command[0], job.command, dict(job.environment))
     except OSError as error:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from accel_trainer.config import Resolved
+from accel_trainer.config import LaunchConfig, Resolved
 from accel_trainer.errors import ConfigError
 
 # Each vendor's runtime reads one of them; the others are without effect.
@@ -46,6 +46,21 @@ def count_devices(use_cpu: bool, gpu_ids: str) -> int:
 def device_files() -> list[str]:
     """Return the files that drivers of accelerators have made on this machine. torch is not imported for that."""
     return sorted(path for pattern in _DEVICE_FILES for path in glob.glob(pattern))
+
+
+def check_meeting(launch: LaunchConfig) -> None:
+    """Refuse several machines that could not meet, or not restart together."""
+    if launch.num_machines == 1:
+        return
+    if launch.main_process_ip is None:
+        raise ConfigError(
+            f"num_machines is {launch.num_machines} and main_process_ip is not set; give the address of machine 0"
+        )
+    if launch.max_restarts and launch.rdzv_backend == "static":
+        raise ConfigError(
+            f"max_restarts is {launch.max_restarts} on {launch.num_machines} machines with the static rendezvous, "
+            "where no machine learns that another restarts its workers; set rdzv_backend to c10d"
+        )
 
 
 def check_gpu_ids(resolved: Resolved, environ: Mapping[str, str]) -> None:

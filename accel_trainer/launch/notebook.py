@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from accel_trainer.accelerator.shared_state import forget_states, has_accelerator
 from accel_trainer.config import LaunchConfig, resolve
-from accel_trainer.config.dialects.environment import LAUNCH_VARIABLE
+from accel_trainer.config.dialects.environment import without_launch
 from accel_trainer.errors import ConfigError, ProcessGroupError
 from accel_trainer.launch.job import worker_environment
 from accel_trainer.launch.machine import count_tpus, find_interface, set_tpu_variables
@@ -113,8 +113,7 @@ def notebook_launcher(
         ProcessGroupError: a worker failed; the message has its rank and its traceback.
     """
     refuse_nesting(os.environ)
-    outer = dict(os.environ)
-    outer.pop(LAUNCH_VARIABLE, None)
+    outer = without_launch(os.environ)
     if num_processes is None:
         num_processes = _default_processes(use_cpu, outer)
     address, port = _endpoint(rdzv_endpoint, master_addr, use_port)

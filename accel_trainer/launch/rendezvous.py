@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from accel_trainer.config import LaunchConfig
 from accel_trainer.errors import ConfigError, ProcessGroupError
-from accel_trainer.launch.machine import local_address
+from accel_trainer.launch.machine import check_meeting, local_address
 from accel_trainer.logging import write_stderr
 from accel_trainer.runtime.launchers import DEFAULT_PORT, bracket_ipv6
 
@@ -47,22 +47,14 @@ _ELASTIC_SETTINGS = {"keep_alive_interval": "2", "keep_alive_max_attempt": "3", 
 
 def build_rendezvous(launch: LaunchConfig) -> RendezvousHandler:
     """Return the rendezvous, which brings the machines of a job together."""
+    check_meeting(launch)
     settings = parse_settings(launch.rdzv_conf)
     is_alone = launch.num_machines == 1
     port = launch.main_process_port or (0 if is_alone else DEFAULT_PORT)
-    address = launch.main_process_ip or (_LOOPBACK if is_alone else None)
-    if address is None:
-        raise ConfigError(
-            f"num_machines is {launch.num_machines} and main_process_ip is not set; give the address of machine 0"
-        )
+    address = launch.main_process_ip or _LOOPBACK
     if launch.rdzv_backend == "static":
         if is_alone:
             return BoundRendezvous(_LOOPBACK, port, 0, 1, settings)
-        if launch.max_restarts:
-            raise ConfigError(
-                f"max_restarts is {launch.max_restarts} on {launch.num_machines} machines with the static rendezvous, "
-                "where no machine learns that another restarts its workers; set rdzv_backend to c10d"
-            )
         return BoundRendezvous(address, port, launch.machine_rank, launch.num_machines, settings)
     return _rendezvous_of_torch(launch, address, port, settings)
 

@@ -7,6 +7,7 @@ with 85, so the agent runs in this process and the workers are watched one by on
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -144,6 +145,12 @@ def run_workers(job: AgentJob) -> int:
             code = 1
             try:
                 code = _run_agent(agent, job)
+            except OSError as error:
+                if error.errno != errno.ENOEXEC:
+                    raise
+                raise ConfigError(
+                    f"{job.command[0]!r} cannot be started: {error.strerror}; check its first line"
+                ) from None
             finally:
                 agent.leave(code)
     return code
@@ -256,7 +263,7 @@ class _Agent(LocalElasticAgent):
             local_world_size=job.num_local_processes,
             rdzv_handler=build_rendezvous(launch),
             entrypoint=job.command[0],
-            args=job.command[1:],
+            args=tuple(word.replace("$", "$$") for word in job.command[1:]),  # torch fills in ${local_rank}
             max_restarts=launch.max_restarts,
             monitor_interval=launch.monitor_interval_seconds,
             **_numa_binding(job),

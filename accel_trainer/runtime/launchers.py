@@ -91,9 +91,10 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     rank, world_size = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_STEP_NUM_TASKS")
     node_list = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     address = environ.get("MASTER_ADDR") or (first_slurm_host(node_list) if node_list else None)
-    # Two jobs on one node must not meet: the port follows the job number, below 32768, where Linux begins to hand out
-    # ports by itself.
-    port = _integer(environ, "MASTER_PORT", 12000 + _integer(environ, "SLURM_JOB_ID", 0) % 20000)
+    # Two jobs on one node must not meet, nor two steps of one: the port follows their numbers, below 32768, where Linux
+    # begins to hand out ports by itself.
+    number = _integer(environ, "SLURM_JOB_ID", 0) + 1009 * _integer(environ, "SLURM_STEP_ID", 0)
+    port = _integer(environ, "MASTER_PORT", 12000 + number % 20000)
     info = LaunchInfo(
         launcher="SLURM",
         rank=rank,

@@ -53,11 +53,18 @@ def test_a_preview_shows_text_mask_and_how_full_batches_are(folder: Path, capsys
     assert films[0] / plots[0] == pytest.approx(3, abs=1.5)
 
 
+def test_a_preview_pads_as_the_run_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "run.yaml").write_text(FILE.format(folder=folder) + "pad_batches_to_multiple_of: 32\n")
+    assert main(["data", "preview", str(folder / "run.yaml"), "--batches", "1"]) == 0
+    assert capsys.readouterr().out.startswith("batch 0: 2 x 32 tokens, ")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("pakcing: true", "unknown key 'pakcing'; did you mean 'packing'"),
         ("tokenizer: null", "films has columns text, and no tokens; add tokenizer: PATH"),
+        ("train_sampling_strategy: group_by_length", "'group_by_length', whose batches a preview does not make"),
         ("dataset_mixture: null", "has no dataset_mixture, whose batches could be shown"),
     ],
 )

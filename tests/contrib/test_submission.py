@@ -116,14 +116,15 @@ def node_job(objects: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["kubernetes", "jobset"])
 def test_a_manifest_has_a_pod_for_each_machine(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--resources", "memory=64Gi,rdma/hca=1", "--secret", "store,hub", "--volume", "runs:/runs,data:/data"]
-    objects = manifest(capsys, kind, *words, *JOB, "train_it.py", "--lr", '1 "e"', "$(HOME)")
+    objects = manifest(capsys, kind, *words, *JOB, "train_it.py", "--lr", '1 "e"', "$(HOME)", "\U0001f600")
     assert list(objects) == (["JobSet"] if kind == "jobset" else ["TrainingRuntime", "TrainJob"])
     assert {each["metadata"]["name"] for each in objects.values()} == {"train-it"}
     job = node_job(objects)
     assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 2, 2)
     pod = job["template"]["spec"]
     [container] = pod["containers"]
-    assert container["command"] == ["accel-trainer", "launch", *JOB, "train_it.py", "--lr", '1 "e"', "$$(HOME)"]
+    given = ["--lr", '1 "e"', "$$(HOME)", "\U0001f600"]
+    assert container["command"] == ["accel-trainer", "launch", *JOB, "train_it.py", *given]
     assert container["image"] == "me/train:1"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 2, "memory": "64Gi", "rdma/hca": "1"}
     assert container["envFrom"] == [{"secretRef": {"name": "store"}}, {"secretRef": {"name": "hub"}}]

@@ -74,6 +74,9 @@ def test_prune_leaves_the_directory_of_a_live_run_alone(directory: Path, capsys:
 def test_wrong_uses_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["ckpt", "list", str(tmp_path / "nowhere")]) == 2
     assert "nowhere is no directory; give one with checkpoints" in capsys.readouterr().err
+    for command in ("list", "verify"):
+        assert main(["ckpt", command, f"file://{tmp_path}/nowhere"]) == 2
+        assert "nowhere has no checkpoints; give the address of a run's store" in capsys.readouterr().err
     assert main(["ckpt", "list", str(tmp_path)]) == 2
     assert "no checkpoint in" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):

@@ -20,6 +20,7 @@ from accel_trainer.commands.merge import merge_command, merge_command_parser
 from accel_trainer.commands.test import test_command as run_checks
 from accel_trainer.commands.test import test_command_parser as checks_parser
 from accel_trainer.errors import ConfigError
+from accel_trainer.launch.cli import main
 from accel_trainer.launch.entry_points import _words
 from accel_trainer.launch.flags import launch_flags, parse_options
 from tests import warm
@@ -63,16 +64,29 @@ def test_attributes_are_typed_and_absent_ones_are_false() -> None:
     assert {flag.name for flag in launch_flags().values()} <= vars(args).keys()
 
 
+GIVEN = "--lr $3 a$$b $local_rank"
+
+
 def launch_as_a_program(words: list[str], output: str) -> None:
     """Launch a script, with what it writes in a file."""
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 1)
     warm.fork_programs()
     args = launch_command_parser().parse_args(words)
-    args.training_script_args = ["--lr", "3"]  # as TRL's command line does
+    args.training_script_args = ["--lr", "$3", "a$$b", "$local_rank"]  # as TRL's command line does
     launch_command(args)
 
 
-@pytest.mark.parametrize(("words", "expected"), [([], "1 --lr 3"), (["--num_processes", "2"], "2 --lr 3\n2 --lr 3")])
+def test_the_checks_are_printed_or_refused_as_a_launch_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["test", "--cpu", "--dry_run"]) == 0
+    assert "accel_trainer.contrib.self_check" in capsys.readouterr().out
+    for words in (["--submit", "slurm"], ["--print", "slurm"], ["--time", "1:00:00"]):
+        assert main(["test", "--cpu", *words]) == 2
+        assert f"{words[0]}: accel-trainer test starts its job here" in capsys.readouterr().err
+    assert main(["explain", "--cpu", "--num_machines", "2", "--num_processes", "2"]) == 2
+    assert "num_machines is 2 and main_process_ip is not set" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "expected"), [([], f"1 {GIVEN}"), (["--num_processes", "2"], f"2 {GIVEN}\n2 {GIVEN}")])
 def test_a_program_launches_a_script(words: list[str], expected: str, tmp_path: Path) -> None:
     script, output = tmp_path / "script.py", tmp_path / "output"
     script.write_text(SCRIPT)

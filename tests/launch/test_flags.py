@@ -155,6 +155,15 @@ _UNKNOWN = "unknown option '{}' of accel-trainer launch; did you mean '--{}'"
             "--use_fsdp --fsdp_version 1 --parallel_tp_size 2",
             "--fsdp_version is 1, and --parallel_tp_size: FSDP1 has no",
         ),
+        (
+            "--use_fsdp --fsdp_reshard_after_forward false --fsdp_sharding_strategy FULL_SHARD",
+            "--fsdp_sharding_strategy contradicts --fsdp_reshard_after_forward: they set fsdp.reshard_after_forward to "
+            "true and to false; keep one of the two",
+        ),
+        (
+            "--parallel_tp_size 2 --parallelism_config_tp_size 4",
+            "--parallelism_config_tp_size contradicts --parallel_tp_size: they set parallel.tp_size to 4 and to 2",
+        ),
         ("--fsdp_version 1 --parallelism_config_tp_size 2", "--fsdp_version is 1, and --parallelism_config_tp_size"),
         ("--fsdp_state_dict_type SHARDS", "--fsdp_state_dict_type is 'SHARDS'; expected one of"),
     ],
@@ -187,6 +196,13 @@ def test_strategies_of_fsdp1_mean_all_that_they_mean_under_either_flag(flag: str
     options = parse("--use_fsdp", flag, "NO_SHARD")
     assert resolve(flags=options.flags).config.strategy == "ddp"
     assert "every rank keeps the whole model, so strategy 'ddp' is used" in options.notes[0]
+
+
+def test_full_shards_of_a_flag_undo_the_replicas_of_a_file() -> None:
+    file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}
+    flags = parse("--fsdp_sharding_strategy", "FULL_SHARD").flags
+    assert resolve(file=file).config.fsdp.replicate_per_node
+    assert not resolve(file=file, flags=flags).config.fsdp.replicate_per_node
 
 
 ACCELERATES = json.loads((Path(__file__).parents[1] / "migration" / "launch_flags_1_15.json").read_text())

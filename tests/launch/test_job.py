@@ -206,6 +206,20 @@ def test_scripts_find_the_precision_of_the_launch_in_accelerates_variable(
     assert resolve(environ=environment, file="script.yaml").config.mixed_precision == ("fp8" if is_weaker else seen)
 
 
+def test_the_precision_of_a_launch_is_not_that_of_one_within_it(
+    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("mixed_precision: 'no'\n")
+    outer = plan(tmp_path, "--cpu", "--mixed_precision", "bf16", script).environment
+    inner = plan(tmp_path, "--cpu", "--config_file", "run.yaml", script, **outer)
+    assert inner.resolved.config.mixed_precision == "no"
+    assert resolve(environ=inner.environment).config.mixed_precision == "no"
+    # What the user has set counts, as ever.
+    users = {**outer, "ACCELERATE_MIXED_PRECISION": "fp16"}
+    assert plan(tmp_path, "--cpu", "--config_file", "run.yaml", script, **users).resolved.config.mixed_precision == "fp16"
+
+
 def test_ranks_of_an_outer_job_do_not_reach_the_script(tmp_path: Path, script: str) -> None:
     job = plan(tmp_path, "--cpu", script, RANK="0", WORLD_SIZE="1", MASTER_ADDR="host", OTHER="kept")
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & job.environment.keys()
@@ -283,7 +297,11 @@ def test_a_missing_script_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         plan(tmp_path, "--cpu", "json.tool")
 
 
-def test_a_packaged_configuration_is_found_by_name(tmp_path: Path, script: str) -> None:
+def test_a_packaged_configuration_is_found_by_name(
+    tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("full_shard").mkdir()  # of a user's runs
     job = plan(tmp_path, "--config_file", "full_shard", "--cpu", "--num_processes", "2", script)
     assert job.resolved.config.strategy == "fsdp2"
     assert resolve(environ=job.environment).config == job.resolved.config
@@ -296,6 +314,7 @@ def test_a_packaged_configuration_is_found_by_name(tmp_path: Path, script: str) 
         ("--no_python no-such-program", "program 'no-such-program' is not found"),
         ("-m --no_python true", "--module runs a module with python, and --no_python runs without"),
         ("--config_file no_such.yaml SCRIPT", r"no_such\.yaml"),
+        ("--num_machines 2 --num_processes 2 SCRIPT", "num_machines is 2 and main_process_ip is not set; give the"),
         (
             "--num_processes 3 --num_machines 2 --main_process_ip 10.0.0.1 SCRIPT",
             "num_processes=3 .*cannot be divided over .*num_machines=2",

@@ -54,6 +54,10 @@ FOUND: dict[str, tuple[dict[str, str], LaunchInfo | None]] = {
     "torchrun inside Open MPI": (OPEN_MPI | TORCHRUN, OF_TORCHRUN),
     "torchrun inside PMI": (PMI | TORCHRUN, OF_TORCHRUN),
     "SLURM": (SLURM, OF_SLURM),
+    "a second step of SLURM meets elsewhere": (
+        SLURM | {"SLURM_STEP_ID": "1"},
+        LaunchInfo("SLURM", 5, 1, 8, 4, "gpu003", PORT + 1009),
+    ),
     "SLURM takes a main address that the user set": (
         SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"},
         LaunchInfo("SLURM", 5, 1, 8, 4, "10.0.0.1", 1234),

@@ -196,6 +196,12 @@ def _read_parallelism(given: Mapping[str, str], layer: Layer) -> None:
     put_parallelism(sizes, layer)
 
 
+def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables but for those that a launcher around this process has set for its own script."""
+    exported = read_launch_variable(environ, []).exported
+    return {name: item for name, item in environ.items() if name != LAUNCH_VARIABLE and exported.get(name) != item}
+
+
 def read_launch_variable(environ: Mapping[str, str], problems: list[str]) -> Launched:
     """Return the options of our launcher; problems are added to `problems`."""
     text = environ.get(LAUNCH_VARIABLE, "")

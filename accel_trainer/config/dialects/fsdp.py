@@ -214,8 +214,10 @@ def _put_sharding(key: str, entry: Entry, layer: Layer) -> None:
 
 def _sharding_options(name: str) -> dict[str, Any]:
     """Return the options of FSDP2, by dotted path, that one of FSDP1's strategies stands for."""
-    options = {"fsdp.reshard_after_forward": name in ("FULL_SHARD", "HYBRID_SHARD")}
-    return {**options, "fsdp.replicate_per_node": True} if name.startswith("HYBRID") else options
+    return {
+        "fsdp.reshard_after_forward": name in ("FULL_SHARD", "HYBRID_SHARD"),
+        "fsdp.replicate_per_node": name.startswith("HYBRID"),
+    }
 
 
 def _put_note(by_key: Mapping[str, Entry], layer: Layer, source_name: str, version: int) -> None:
