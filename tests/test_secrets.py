@@ -9,7 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from accel_trainer import Accelerator
@@ -60,6 +62,28 @@ def test_r17_a_trainer_writes_and_logs_no_token(folder: Path, caplog: pytest.Log
     assert CANARY not in caplog.text + repr(trainer.args) + trainer.args.to_json_string()
     # Nothing of the run itself is changed.
     assert (trainer.args.hub_token, trainer.args.gradient_checkpointing_kwargs) == (CANARY, SECRETS)
+
+
+class Behind(LocalFileSystem):
+    """A disk whose addresses hold a key."""
+
+    protocol = "behind"
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix(f"behind://me:{CANARY}@host"))
+
+
+def test_r17_the_key_of_a_store_is_saved_nowhere(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fsspec.register_implementation("behind", Behind, clobber=True)
+    uri = f"behind://me:{CANARY}@host{folder}/store"
+    trainer = build_trainer(folder / "run", max_steps=1, save_strategy="steps", save_steps=1, checkpoint_uri=uri)
+    trainer.train()
+    assert (folder / "store" / "checkpoint-1" / "COMMITTED").exists()
+    assert leaks(folder) == []
+    assert CANARY not in caplog.text + repr(trainer.args)
+    assert trainer.args.checkpoint_uri == trainer.args.resolved.config.checkpoint_uri == uri
 
 
 def test_r17_the_engines_configuration_is_pickled_with_the_arguments_without_its_keys() -> None:

@@ -563,14 +563,17 @@ class AcceleratorCheckpointing(AcceleratorWeights):
         if not self._has_own_states:
             guard.begin_rollback(found, None)
 
-        selection, _ = self._load_newest("full", keeps_place=True)
+        selection, _ = self._load_newest("full", keeps_place=True, from_store=False)
         guard.begin_rollback(found, selection.path)
 
     def _files_to_read(self, manifest: Manifest) -> Iterable[str]:
         return files_to_read(manifest, self._train_state(), self.process)
 
-    def _load_newest(self, verify: Verify, *, keeps_place: bool = False) -> tuple[Selection, str]:
+    def _load_newest(
+        self, verify: Verify, *, keeps_place: bool = False, from_store: bool = True
+    ) -> tuple[Selection, str]:
         """Load the newest checkpoint that is good; return it and how exact the run goes on. Collective."""
+        is_wanted = None if from_store else lambda manifest: False
         directory = self._checkpoints_directory()
         missing = CheckpointNotFoundError(
             f"no {PREFIX}N in {self._checkpointer.places(directory.absolute())}; save one with save_state() first, or "
@@ -578,7 +581,9 @@ class AcceleratorCheckpointing(AcceleratorWeights):
         )
         passed_over: list[str] = []
         while True:
-            selection = self._checkpointer.select_newest(directory, verify, self._files_to_read, missing, passed_over)
+            selection = self._checkpointer.select_newest(
+                directory, verify, self._files_to_read, missing, passed_over, is_wanted
+            )
             try:
                 with self._checkpointer.metrics.resuming("load"):
                     return selection, self._load_selected(selection, keeps_place=keeps_place)

@@ -152,6 +152,8 @@ class Checkpointer:
         self._upload_mib_per_second = upload_mib_per_second
         self._seen_in_store: Iterator[tuple[str, Manifest]] | None = None
         """What the store was found to hold, for the next selection; on rank 0."""
+        self._flaws_in_store: list[str] = []
+        """What was found there and is damaged; on rank 0."""
         self._tried_in_store = set[str]()
         """Names that were fetched: one that turns out to be no good is not fetched again."""
         self._resumes_from_store = False
@@ -182,6 +184,8 @@ class Checkpointer:
             OSError, CheckpointLockedError: an upload has failed since the save before. This one is written.
         """
         begin = time.perf_counter()
+        if self._store is not None and job.name is None:
+            self._open_store(self._store).refuse_source(job.directory)
         sends = self._check_uploads(job)
         if self.background is not None and not self.background.wait_for_turn(job.policy):
             return None
@@ -414,7 +418,9 @@ class Checkpointer:
         seen = [held for held in gather_calls(process, section, look) if held is not None]
         return [path for path, found in seen[0].items() if all(held.get(path) == found for held in seen)]
 
-    def _fetch_newer(self, directory: Path, passed_over: list[str]) -> str | None:
+    def _fetch_newer(
+        self, directory: Path, passed_over: list[str], is_wanted: Callable[[Manifest], bool] | None
+    ) -> str | None:
         """Fetch the newest good checkpoint of the store, where it is newer than all complete ones here. Collective.
 
         Returns its name; None where there is none. What is on the disks of some nodes alone joins `passed_over`.
@@ -425,7 +431,7 @@ class Checkpointer:
         section, numbered = f"fetch from {shown(store)}", numbered_checkpoints(directory, self.kind.prefix)
         held = self._held_together([path for _, path in numbered], section)
         newest = max((number for number, path in numbered if path in held), default=-1)
-        find = partial(self._find_newer, store, newest)
+        find = partial(self._find_newer, store, newest, is_wanted)
 
         while (found := gather_calls(self.process, section, find)[0]) is not None:
             flaw = self._copy_together(store, *found, directory)
@@ -448,15 +454,20 @@ class Checkpointer:
         store, names = self._open_store(self._store), {path.name for path in paths}
         yield from store.complete(name for name in store.names() if name in names)
 
-    def _find_newer(self, store: str, newest: int) -> tuple[str, Manifest] | None:
-        """Return the newest complete one of a store, above a number and not tried yet; on rank 0, elsewhere None."""
+    def _find_newer(
+        self, store: str, newest: int, is_wanted: Callable[[Manifest], bool] | None
+    ) -> tuple[str, Manifest] | None:
+        """Return the newest of a store that is wanted, above a number and not tried yet; on rank 0, elsewhere None."""
         if not self.process.is_main:
             return None
         complete, self._seen_in_store = self._seen_in_store, None
         opened = self._open_store(store)
         if complete is None:
-            complete = opened.complete(name for name in opened.names() if opened.number_of(name) > newest)
+            names = (name for name in opened.names() if opened.number_of(name) > newest)
+            complete = opened.complete(names, self._flaws_in_store)
         untried = (found for found in complete if found[0] not in self._tried_in_store)
+        if is_wanted is not None:
+            untried = (found for found in untried if is_wanted(found[1]))
         return next((found for found in untried if opened.number_of(found[0]) > newest), None)
 
     def _copy_together(self, uri: str, name: str, manifest: Manifest, directory: Path) -> str | None:
@@ -550,10 +561,10 @@ class Checkpointer:
             if self._store is None or not self.process.is_main:
                 return False
             opened = self._open_store(self._store)
-            complete = opened.complete(opened.names())
+            complete = opened.complete(opened.names(), self._flaws_in_store)
             newest = next(complete, None)
             self._seen_in_store = None if newest is None else chain([newest], complete)
-            return newest is not None
+            return newest is not None or bool(self._flaws_in_store)
 
         return any(gather_calls(self.process, f"selection of a checkpoint in {directory}", look))
 
@@ -577,6 +588,7 @@ class Checkpointer:
         files: FilesToRead,
         missing: AccelTrainerError,
         known_bad: Sequence[str] = (),
+        is_wanted: Callable[[Manifest], bool] | None = None,
     ) -> Selection:
         """Open and verify the newest good one of a run's checkpoints. Collective: rank 0 decides for all.
 
@@ -586,6 +598,7 @@ class Checkpointer:
         Args:
             missing: raised where there has never been one.
             known_bad: what an earlier selection has passed over; see `pass_over_together`.
+            is_wanted: which of the store's may be fetched; None for any.
 
         Raises:
             CorruptCheckpointError: there are some, and none of them is good.
@@ -602,8 +615,9 @@ class Checkpointer:
             fault_point("load.select")
             with self.metrics.resuming("select"):
                 # Again where one here was not good: the store may have it.
-                fetched = self._fetch_newer(directory, passed_over)
-                passed_over = [line for line in passed_over if line.partition(":")[0] != fetched]
+                fetched = self._fetch_newer(directory, passed_over, is_wanted)
+                flaws = dict.fromkeys([*passed_over, *self._flaws_in_store])
+                passed_over = [line for line in flaws if line.partition(":")[0] != fetched]
                 path, passed_over = gather_calls(self.process, section, partial(choose, passed_over))[0]
                 selection = Selection(path, self._open(path, verify), passed_over)
             flaw = self._verify(selection, files)

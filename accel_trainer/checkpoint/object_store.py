@@ -9,6 +9,7 @@ One without its marker is never read; what an upload that was killed has left is
 from __future__ import annotations
 
 import atexit
+import errno
 import inspect
 import json
 import os
@@ -126,6 +127,13 @@ class ObjectStore:
         """Call the store until it answers; errors that may pass are waited out."""
         import tenacity
 
+        failures: list[float] = []
+
+        def is_over(state: tenacity.RetryCallState) -> bool:
+            # From the first failure on: a large file may take longer than that to be sent.
+            failures.append(time.monotonic())
+            return failures[-1] - failures[0] >= GIVE_UP_SECONDS
+
         def note(state: tenacity.RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome is not None else None
             if state.attempt_number == 3:
@@ -134,7 +142,7 @@ class ObjectStore:
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_may_pass),
             wait=tenacity.wait_random_exponential(multiplier=0.2, max=20.0),
-            stop=tenacity.stop_after_delay(GIVE_UP_SECONDS),
+            stop=is_over,
             before_sleep=note,
             reraise=True,
         )
@@ -176,9 +184,15 @@ class ObjectStore:
 
     def manifest(self, name: str) -> Manifest:
         """Return the manifest of a complete checkpoint; see `Manifest.read` for the errors of others."""
+        texts: dict[str, bytes] = {}
         try:
-            texts = {each: self._read(f"{name}/{each}") for each in (MARKER_NAME, MANIFEST_NAME)}
+            for each in (MARKER_NAME, MANIFEST_NAME):
+                texts[each] = self._read(f"{name}/{each}")
         except FileNotFoundError as error:
+            if texts:
+                raise CorruptCheckpointError(
+                    f"{self.uri}/{name} has lost its {MANIFEST_NAME}; load another checkpoint"
+                ) from error
             raise CheckpointNotFoundError(
                 f"{self.uri}/{name} is incomplete: it has no {MARKER_NAME}, so its upload never ended; load another"
             ) from error
@@ -187,23 +201,34 @@ class ObjectStore:
                 Path(own, each).write_bytes(text)
             # A manifest may be as long as its checkpoint's size allows.
             with open(Path(own, "size"), "wb") as file:
-                file.truncate(self._files.du(f"{self._root}/{name}"))
+                file.truncate(self._try(partial(self._files.du, f"{self._root}/{name}")))
             try:
                 return Manifest.read(Path(own))
             except AccelTrainerError as error:
                 raise type(error)(str(error).replace(own, f"{self.uri}/{name}")) from None
 
-    def complete(self, names: Iterable[str]) -> Iterator[tuple[str, Manifest]]:
-        """Yield those of `names` that are complete, the last one first, each with its manifest; warn of others."""
+    def complete(self, names: Iterable[str], flaws: list[str] | None = None) -> Iterator[tuple[str, Manifest]]:
+        """Yield those of `names` that are complete, the last one first, each with its manifest; warn of others.
+
+        Damage joins `flaws`, a line for each checkpoint.
+        """
         for name in reversed([*names]):
             try:
                 yield name, self.manifest(name)
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
                 logger.warning("%s/%s is passed over: %s", self.uri, name, error)
+                if flaws is not None and isinstance(error, CorruptCheckpointError):
+                    flaws.append(f"{self.uri}/{name}: {error}")
 
     def newest(self) -> str | None:
         """Return the name of the newest complete checkpoint; None without any."""
         return next((name for name, _ in self.complete(self.names())), None)
+
+    def _size(self, name: str) -> int | None:
+        """Return the bytes of a file; None where there is none."""
+        with suppress(FileNotFoundError):
+            return int(self._try(partial(self._files.info, f"{self._root}/{name}"))["size"])
+        return None
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +243,7 @@ class ObjectStore:
         """
         try:
             if not self._is_claimed:
-                self._files.makedirs(self._root, exist_ok=True)
+                self._make_folder(self._root)
                 # The store decides between two runs that begin at once, where it can.
                 self._sign(mode="create")
             else:
@@ -253,6 +278,14 @@ class ObjectStore:
             f"{self.uri} is the store of another run, on {host}, which wrote to it {age:.0f} s ago. Give this run an "
             f"address of its own, resume from there, or wait until {OWNER_SECONDS:.0f} s have passed since it ended"
         )
+
+    def refuse_source(self, directory: Path) -> None:
+        """Raise ConfigError where checkpoints of a directory would be copied over themselves, which unmakes them."""
+        if getattr(self._files, "local_file", False) and os.path.realpath(self._root) == os.path.realpath(directory):
+            raise ConfigError(
+                f"checkpoint_uri is {self.uri}, the directory {directory.absolute()} in which the run saves; give its "
+                "copies another place"
+            )
 
     def put(self, path: Path, part: NodePart | None = None) -> int:
         """Copy a committed checkpoint, its marker last; return the bytes that this process has sent.
@@ -407,7 +440,7 @@ class ObjectStore:
 
         The `protected` ones and the newest stay; so do incomplete ones.
         """
-        complete = [name for name in self.names() if self._files.exists(f"{self._root}/{name}/{MARKER_NAME}")]
+        complete = [name for name in self.names() if self._size(f"{name}/{MARKER_NAME}") is not None]
         going = [name for name in complete[:-1] if name not in protected][: max(0, len(complete) - max(keep, 1))]
         for name in going:
             # The marker first: a kill in the middle leaves none that looks complete.
@@ -480,11 +513,20 @@ class ObjectStore:
         """Return a block once its bytes have the checksum that they were saved with."""
         place, entry, begin = f"{name}/{block.file}", manifest.files[block.file], block.number * BLOCK_BYTES
         expected, end = (entry.blocks or (entry.checksum,))[block.number], begin + block.num_bytes
-        found = b""
+
+        def read() -> bytes:
+            if not block.num_bytes:  # a store knows no empty range
+                return b""
+            try:
+                return bytes(self._files.cat_file(f"{self._root}/{place}", start=begin, end=end))
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # s3fs's, where the file ends before the range begins
+                    raise
+                return b""
+
         for _ in range(2):  # it may have been damaged on its way
             try:
-                if block.num_bytes:  # a store knows no empty range
-                    found = self._try(partial(self._files.cat_file, f"{self._root}/{place}", start=begin, end=end))
+                found = self._try(read)
             except FileNotFoundError as error:
                 raise CheckpointNotFoundError(f"{self.uri}/{place} is missing; load another checkpoint") from error
             if xxh3_128_hexdigest(found) == expected:
@@ -500,7 +542,10 @@ class ObjectStore:
 
         def check(file: str) -> None:
             expected = manifest.files[file].num_bytes
-            if (size := self._files.info(f"{self._root}/{name}/{file}")["size"]) != expected:
+            size = self._size(f"{name}/{file}")
+            if size is None:
+                raise CheckpointNotFoundError(f"{self.uri}/{name}/{file} is missing; load another checkpoint")
+            if size != expected:
                 raise CorruptCheckpointError(
                     f"{self.uri}/{name}/{file} is not as it was saved: it has {size} bytes of {expected}; load another"
                 )

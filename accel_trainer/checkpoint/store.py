@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_trainer import logging
-from accel_trainer.checkpoint.disk import fsync_path, open_own
+from accel_trainer.checkpoint.disk import as_corrupt, fsync_path, open_own, read_json
 from accel_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
@@ -336,6 +336,15 @@ _RENAME_EXCHANGE = 2
 _UNIQUE = "-" + "[0-9a-f]" * 8
 
 
+def _manifest_of(directory: Path) -> Manifest:
+    """Return the manifest of a checkpoint, also of one whose save never ended."""
+    try:
+        return Manifest.read(directory)
+    except CheckpointNotFoundError:
+        with as_corrupt(directory / MANIFEST_NAME):
+            return Manifest.decode(read_json(directory / MANIFEST_NAME))
+
+
 def check_target(target: Path) -> None:
     """Refuse to replace a directory that is not a checkpoint: a save replaces all of it."""
     if target.is_dir():
@@ -347,12 +356,11 @@ def check_target(target: Path) -> None:
             )
         try:
             if inside:
-                refuse_extra_files(target, Manifest.read(target))
+                refuse_extra_files(target, _manifest_of(target))
         except CorruptCheckpointError as error:
-            if "does not name" in str(error):
+            # Without a marker, a manifest.json that is none of ours is the user's.
+            if "does not name" in str(error) or MARKER_NAME not in inside:
                 raise ConfigError(f"{error}. A save would remove it") from error
-        except CheckpointNotFoundError:
-            pass
     elif target.exists():
         raise ConfigError(f"{target.absolute()} is a file; save to a directory")
 

@@ -190,28 +190,31 @@ def _fetch(store: ObjectStore, name: str, directory: Path) -> None:
 def _run_in_store(arguments: argparse.Namespace) -> int:
     """List, verify or prune the checkpoints of an object store."""
     stores = [ObjectStore(arguments.directory, prefix) for prefix in _PREFIXES]
-    held = [(store, name) for store in stores for name in store.names()]
     if arguments.command == "prune":
-        removed = [name for store in stores for name in store.retire(arguments.keep, _best_in_store(store))]
-        print("".join(f"removed {name}\n" for name in removed) + f"{len(removed)} removed")
-        return 0
+        return _prune_stores(stores, arguments.keep)
+    held = [(store, name) for store in stores for name in store.names()]
     if not held:
         raise CheckpointNotFoundError(
             f"{shown(arguments.directory)} has no checkpoints; give the address of a run's store, not that of one "
             "checkpoint in it"
         )
-    flaws = 0
+    verifies, flaws = arguments.command == "verify", 0
     for store, name in held:
         try:
-            facts = _facts(store.manifest(name))
-            if arguments.command == "verify":
+            facts = "good" if verifies else _facts(store.manifest(name))
+            if verifies:
                 store.verify(name, contents=not arguments.size)
-                facts = "good"
         except AccelTrainerError as error:
-            flaws += 1
+            flaws += verifies
             facts = f"not good: {error}"
         print(f"{name}  {facts}")
-    return int(flaws > 0 and arguments.command == "verify")
+    return int(flaws > 0)
+
+
+def _prune_stores(stores: Sequence[ObjectStore], keep: int) -> int:
+    removed = [name for store in stores for name in store.retire(keep, _best_in_store(store))]
+    print("".join(f"removed {name}\n" for name in removed) + f"{len(removed)} removed")
+    return 0
 
 
 def _facts(manifest: Manifest) -> str:

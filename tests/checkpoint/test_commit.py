@@ -181,12 +181,19 @@ def test_a_save_replaces_nothing_but_checkpoints(tmp_path: Path):
         ConfigError, match=r"holds 'notes\.txt', which its manifest does not name.*A save would remove it"
     ):
         publish(tmp_path / "s", "y")
+    (tmp_path / "s" / "COMMITTED").unlink()
+    with pytest.raises(ConfigError, match=r"holds 'notes\.txt', which its manifest does not name"):
+        publish(tmp_path / "s", "y")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "manifest.json").write_text('{"audio": ["a.wav"]}')
+    with pytest.raises(ConfigError, match=r"manifest\.json .*: it is no manifest.*A save would remove it"):
+        publish(tmp_path / "corpus", "x")
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="is a file; save to a directory"):
         publish(tmp_path / "file", "x")
     (tmp_path / "empty").mkdir()
     publish(tmp_path / "empty", "x")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "mine", "s"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "empty", "file", "mine", "s"]
     assert (tmp_path / "s" / "notes.txt").read_text() == "mine"
 
 

@@ -66,6 +66,14 @@ class Flaky(LocalFileSystem):
             path = Path(self._strip_protocol(rpath))
             path.write_bytes(path.read_bytes()[:-1])
 
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self._fail("makedirs")
+        super().makedirs(path, exist_ok=exist_ok)
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        self._fail("info")
+        return dict(super().info(path, **kwargs))
+
     def cat_file(self, path: str, **kwargs: Any) -> bytes:
         self._fail("cat")
         return bytes(super().cat_file(path, **kwargs))
@@ -156,13 +164,34 @@ def test_a_flipped_bit_is_found_while_it_is_read(tmp_path: Path, checkpoint: Pat
 
 
 def test_a_store_that_stumbles_is_tried_again(tmp_path: Path, checkpoint: Path, flaky: type[Flaky]) -> None:
-    flaky.failures, flaky.torn = {"put": 3, "cat": 2}, "model.safetensors"
+    flaky.failures, flaky.torn = {"put": 3, "cat": 2, "makedirs": 1}, "model.safetensors"
     store = ObjectStore(f"flaky://{tmp_path}/store", "checkpoint-")
     store.put(checkpoint)
-    assert flaky.failures == {"put": 0, "cat": 2}
+    assert flaky.failures == {"put": 0, "cat": 2, "makedirs": 0}
     assert flaky.torn is None
-    store.fetch("checkpoint-3", tmp_path / "disk")
-    store.verify("checkpoint-3")
+    for read in (lambda: store.fetch("checkpoint-3", tmp_path / "disk"), lambda: store.verify("checkpoint-3")):
+        flaky.failures["info"] = 1
+        read()
+    flaky.failures["info"] = 1
+    assert store.retire(1) == []
+
+
+def test_a_file_that_is_sent_for_longer_than_that_is_tried_again(
+    tmp_path: Path, checkpoint: Path, flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "GIVE_UP_SECONDS", 0.5)
+    send = flaky._fail
+
+    def send_slowly(self: Flaky, kind: str) -> None:
+        if kind == "put":
+            time.sleep(0.6 * (self.failures["put"] > 0))
+        send(self, kind)
+
+    monkeypatch.setattr(flaky, "_fail", send_slowly)
+    flaky.failures = {"put": 1}
+    store = ObjectStore(f"flaky://{tmp_path}/store", "checkpoint-")
+    store.put(checkpoint)
+    assert store.newest() == "checkpoint-3"
 
 
 def test_a_store_that_does_not_come_back_is_given_up(tmp_path: Path, checkpoint: Path, gone) -> None:
@@ -379,6 +408,58 @@ def test_a_loop_is_told_what_to_load_by_the_same_words(tmp_path: Path, caplog) -
     shutil.rmtree(saved)
     assert accelerator.load_state("auto") == saved
     accelerator.end_training()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", MARKER_NAME])
+def test_one_that_is_damaged_is_no_reason_to_begin(tmp_path: Path, name: str) -> None:
+    uri, options = f"file://{tmp_path}/store", {"max_steps": 4, "save_total_limit": 1, **SHORT}
+    trained(tmp_path / "lost", uri, **options)
+    file = tmp_path / "store" / "checkpoint-4" / name
+    file.write_bytes(file.read_bytes()[:-20])
+    for word in ("auto", "latest"):
+        with pytest.raises(CorruptCheckpointError, match=r"is good; .*store/checkpoint-4: "):
+            trained(tmp_path / "new", uri, word, **options)
+    (tmp_path / "store" / "checkpoint-4" / "manifest.json").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"store/checkpoint-4 has lost its manifest\.json"):
+        trained(tmp_path / "new", uri, "auto", **options)
+
+
+def test_the_directory_of_a_run_is_no_store_of_it(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"checkpoint_uri is file://.*/link, the directory .*/run in which the run"):
+        trained(tmp_path / "run", f"file://{tmp_path}/link", max_steps=4, **SHORT)
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+class BreakOnce(TrainerCallback):
+    """Has the loss of one update be infinite, once."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.step = -1
+
+            def spoil(module: Any, given: Any, output: Any) -> Any:
+                handle.remove()
+                output.loss = output.loss * float("nan")
+                return output
+
+            handle = model.register_forward_hook(spoil)
+
+
+def test_a_rollback_takes_no_checkpoint_of_another_run_from_the_store(tmp_path: Path) -> None:
+    uri, options = f"file://{tmp_path}/store", {"max_steps": 8, **SHORT}
+    trained(tmp_path / "one", uri, **options)
+    (tmp_path / "store" / OWNER_NAME).unlink()  # as where its process has ended
+    trainer = build_trainer(tmp_path / "two", checkpoint_uri=uri, on_nonfinite="rollback", logging_steps=1, **options)
+    trainer.add_callback(BreakOnce(3))
+    trainer.train()
+    steps = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+    assert steps == sorted(set(steps))
+    assert steps[:3] == [1, 2, 3]
+    assert trainer.state.global_step <= 8
 
 
 def damage(checkpoint: Path) -> None:

@@ -79,14 +79,16 @@ def launch_as_a_program(words: list[str], output: str) -> None:
 def test_the_checks_are_printed_or_refused_as_a_launch_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["test", "--cpu", "--dry_run"]) == 0
     assert "accel_trainer.contrib.self_check" in capsys.readouterr().out
-    for words in (["--submit", "slurm"], ["--print", "slurm"], ["--time", "1:00:00"]):
+    for words in (["--submit", "slurm"], ["--print", "slurm"], ["--image", "me/train:1"]):
         assert main(["test", "--cpu", *words]) == 2
         assert f"{words[0]}: accel-trainer test starts its job here" in capsys.readouterr().err
     assert main(["explain", "--cpu", "--num_machines", "2", "--num_processes", "2"]) == 2
     assert "num_machines is 2 and main_process_ip is not set" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("words", "expected"), [([], f"1 {GIVEN}"), (["--num_processes", "2"], f"2 {GIVEN}\n2 {GIVEN}")])
+@pytest.mark.parametrize(
+    ("words", "expected"), [([], f"1 {GIVEN}"), (["--num_processes", "2"], f"2 {GIVEN}\n2 {GIVEN}")]
+)
 def test_a_program_launches_a_script(words: list[str], expected: str, tmp_path: Path) -> None:
     script, output = tmp_path / "script.py", tmp_path / "output"
     script.write_text(SCRIPT)

@@ -158,11 +158,11 @@ _UNKNOWN = "unknown option '{}' of accel-trainer launch; did you mean '--{}'"
         (
             "--use_fsdp --fsdp_reshard_after_forward false --fsdp_sharding_strategy FULL_SHARD",
             "--fsdp_sharding_strategy contradicts --fsdp_reshard_after_forward: they set fsdp.reshard_after_forward to "
-            "true and to false; keep one of the two",
+            "true and to 'false'; keep one of the two",
         ),
         (
             "--parallel_tp_size 2 --parallelism_config_tp_size 4",
-            "--parallelism_config_tp_size contradicts --parallel_tp_size: they set parallel.tp_size to 4 and to 2",
+            "--parallelism_config_tp_size contradicts --parallel_tp_size: they set parallel.tp_size to 4 and to '2'",
         ),
         ("--fsdp_version 1 --parallelism_config_tp_size 2", "--fsdp_version is 1, and --parallelism_config_tp_size"),
         ("--fsdp_state_dict_type SHARDS", "--fsdp_state_dict_type is 'SHARDS'; expected one of"),

@@ -217,7 +217,9 @@ def test_the_precision_of_a_launch_is_not_that_of_one_within_it(
     assert resolve(environ=inner.environment).config.mixed_precision == "no"
     # What the user has set counts, as ever.
     users = {**outer, "ACCELERATE_MIXED_PRECISION": "fp16"}
-    assert plan(tmp_path, "--cpu", "--config_file", "run.yaml", script, **users).resolved.config.mixed_precision == "fp16"
+    assert (
+        plan(tmp_path, "--cpu", "--config_file", "run.yaml", script, **users).resolved.config.mixed_precision == "fp16"
+    )
 
 
 def test_ranks_of_an_outer_job_do_not_reach_the_script(tmp_path: Path, script: str) -> None:

@@ -52,7 +52,7 @@ def resolve_arguments(
     if fsdp_config and not fsdp:
         logger.warning("fsdp_config is not read because fsdp is not set; pass fsdp=True to shard the model")
     asked = _options_of(fsdp) if fsdp else {}
-    file = _read(fsdp_config) if fsdp and fsdp_config else None
+    file = _read(fsdp_config) if fsdp else None
     if file is not None and _keeps_whole_models(file):
         asked["strategy"] = "ddp"
     merge = partial(
@@ -81,8 +81,10 @@ def _options_of(fsdp: bool | str | Iterable[Any]) -> dict[str, Any]:
     return fsdp_options(fsdp if isinstance(fsdp, str) else [getattr(word, "value", word) for word in fsdp])
 
 
-def _read(fsdp_config: Any) -> FileConfig:
-    """Read a configuration in any form, the dict that `fill_fsdp_fields` makes too."""
+def _read(fsdp_config: Any) -> FileConfig | None:
+    """Read a configuration in any form, the dict that `fill_fsdp_fields` makes too; None where none is given."""
+    if not fsdp_config:
+        return None
     if isinstance(fsdp_config, str) and fsdp_config.lstrip().startswith("{"):
         try:
             fsdp_config = json.loads(fsdp_config)

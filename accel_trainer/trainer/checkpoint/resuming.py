@@ -88,6 +88,7 @@ class ResumingMethods(SavingMethods):
             config=self.args.resolved.config,
         )
         given = None if self.accelerator.process.is_alone else _found(self, given)
+        is_wanted: Callable[[Manifest], bool] | None = None
         if given is not True and checkpoints.attempt > 0:
             # The arguments are those of the first start: what this job has saved since is newer than what they name.
             found = find_own(checkpoints, Path(self.args.output_dir))
@@ -96,9 +97,9 @@ class ResumingMethods(SavingMethods):
                 "begins anew, this job had saved no checkpoint" if found is None
                 else "goes on from the newest checkpoint that this job has saved", self.args.output_dir,
             )  # fmt: skip
-            given = found or given
+            given, is_wanted = found or given, partial(_has, "job", checkpoints.job)
         if given is not None and given is not False:
-            select(self, given)
+            select(self, given, is_wanted)
         is_over = False
         try:
             yield None if checkpoints.resumption is None else str(checkpoints.resumption.path)
@@ -288,7 +289,7 @@ class ResumingMethods(SavingMethods):
         self.finish_save()
         run, state, run_dir = self.run_checkpoints, self.state, Path(self._get_output_dir(trial=trial))
         path = find_own(run, run_dir) or (run.resumption and run.resumption.path)
-        selection = _select(self, path, run_dir) if path else None
+        selection = _select(self, path, run_dir, partial(_has, "job", run.job)) if path else None
         self.accelerator.nonfinite_guard.begin_rollback(found, selection and selection.path)
         assert selection is not None
         checkpoint = str(selection.path)
@@ -345,10 +346,14 @@ def _begin_meters(trainer: Trainer, progress: Mapping[str, Any]) -> None:
         meters.begin(progress.get("tokens_seen", 0), trainer.state.global_step, seconds)
 
 
-def select(trainer: Trainer, given: bool | str | os.PathLike[str]) -> None:
+def select(
+    trainer: Trainer,
+    given: bool | str | os.PathLike[str],
+    is_wanted: Callable[[Manifest], bool] | None = None,
+) -> None:
     """Choose the checkpoint to resume from, the newest good one of the run for True. Collective: rank 0 decides."""
     run, run_dir = trainer.run_checkpoints, Path(trainer.args.output_dir)
-    selection = _select(trainer, given, run_dir)
+    selection = _select(trainer, given, run_dir, is_wanted)
     is_own = selection.path.absolute().parent == run_dir.absolute()
     note = UpdateNote.read(run_dir) if is_own else None
     noted_update = gather_or_raise(run.checkpointer.process, f"load of {selection.path}", None, note)[0]
@@ -361,8 +366,13 @@ def select(trainer: Trainer, given: bool | str | os.PathLike[str]) -> None:
         )  # fmt: skip
 
 
-def _select(trainer: Trainer, given: bool | str | os.PathLike[str], run_dir: Path) -> Selection:
-    """Return the newest good checkpoint for True, else the one that was named, which has to be good. Collective."""
+def _select(
+    trainer: Trainer, given: bool | str | os.PathLike[str], run_dir: Path, is_wanted: Callable[[Manifest], bool] | None
+) -> Selection:
+    """Return the newest good checkpoint for True, else the one that was named, which has to be good. Collective.
+
+    Of those in a store that are newer, one that `is_wanted`; None takes any.
+    """
     checkpointer, verify = trainer.run_checkpoints.checkpointer, trainer.args.verify
     process, passed_over = checkpointer.process, list[str]()
     files = partial(files_to_read, process=process, is_sharded=trainer.is_sharded)
@@ -378,7 +388,7 @@ def _select(trainer: Trainer, given: bool | str | os.PathLike[str], run_dir: Pat
         "resume_from_checkpoint='auto', which begins where there is none"
     )
     while True:
-        selection = checkpointer.select_newest(run_dir, verify, files, missing, passed_over)
+        selection = checkpointer.select_newest(run_dir, verify, files, missing, passed_over, is_wanted)
         try:
             # Files whose checksums fit may hold something else than a Trainer's state: then an older one is taken.
             with raise_together(process, f"load of {selection.path}"):

@@ -21,6 +21,7 @@ Read as well: the files of transformers' Trainer (`optimizer.pt`; `pytorch_model
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import warnings
@@ -44,6 +45,7 @@ from accel_trainer.checkpoint.background import GatheredLater, NeedsValuesError
 from accel_trainer.checkpoint.disk import as_corrupt, check_regular, create_file, read_json
 from accel_trainer.checkpoint.interop.huggingface import find_weights, name_parameters
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
+from accel_trainer.checkpoint.object_store import shown
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind, Selection, open_checkpoint
 from accel_trainer.checkpoint.safetensors_file import SafetensorsFile
@@ -62,6 +64,7 @@ from accel_trainer.checkpoint.weights.adapters import (
 )
 from accel_trainer.checkpoint.weights.into_model import names_by_tensor
 from accel_trainer.checkpoint.weights.weight_files import USERS_CLASS, distinct, full_state_dicts, gather_to_file
+from accel_trainer.config import Resolved
 from accel_trainer.data.position import Position
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from accel_trainer.runtime.process import ProcessContext
@@ -157,6 +160,14 @@ def _check_outline(path: Path) -> None:
                 raise CorruptCheckpointError(f"{file.absolute()} ends too early; its save never ended")
 
 
+def _own_files(selection: Selection) -> Iterator[Path]:
+    """Yield the files of a checkpoint that a resume may look at: not those that a callback has added."""
+    manifest = None if selection.stored is None else selection.stored.manifest
+    for file in sorted(selection.path.iterdir()) if selection.path.is_dir() else ():
+        if manifest is None or file.name in manifest.files or manifest.reserves(file.name):
+            yield file
+
+
 def check_contents(selection: Selection, process: ProcessContext) -> None:
     """Refuse a checkpoint whose files match their checksums, and hold other things than a Trainer's."""
     # Torch's files that upstream would wait for, or could not hold in memory, among them.
@@ -167,7 +178,7 @@ def check_contents(selection: Selection, process: ProcessContext) -> None:
             progress = selection.stored.manifest.metadata.get("trainer", {})
             if progress.get("position") is not None:
                 Position.read(progress["position"])
-    for file in sorted(path.iterdir()) if path.is_dir() else ():
+    for file in _own_files(selection):
         streams = _RANDOM_STREAMS.fullmatch(file.name)
         if file.suffix in _TORCH_SUFFIXES and (streams is None or int(streams[1] or 0) == process.rank):
             check_torch_file(file)
@@ -307,6 +318,10 @@ def without_secrets(args: TrainingArguments) -> Iterator[None]:
     values = {name: value for name, value in vars(args).items() if isinstance(value, str | dict | list)}
     masked = {name: None if is_secret(name) else value for name, value in mask_secrets(values).items()}
     masked |= masked_engine_config(args)
+    if (uri := args.resolved.config.checkpoint_uri) is not None:
+        resolved: Resolved = masked.get("resolved") or args.resolved
+        config = dataclasses.replace(resolved.config, checkpoint_uri=shown(uri))
+        masked["resolved"] = dataclasses.replace(resolved, config=config)
     before = {name: getattr(args, name) for name in masked}
     args.__dict__.update(masked)
     try:

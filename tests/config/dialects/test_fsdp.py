@@ -102,6 +102,7 @@ def test_a_sharding_strategy_and_reshard_that_agree_are_fine():
     assert values({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": False}) == {
         "strategy": "fsdp2",
         "fsdp.reshard_after_forward": False,
+        "fsdp.replicate_per_node": False,
     }
 
 
@@ -112,19 +113,19 @@ def test_a_flat_file_wins_over_nothing_and_loses_to_python():
     assert resolved.config.strategy == "fsdp2"
 
 
+FULL_SHARD = {"fsdp.reshard_after_forward": True, "fsdp.replicate_per_node": False}
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("full_shard", {"strategy": "fsdp2", "fsdp.reshard_after_forward": True}),
-        ("full_shard auto_wrap", {"strategy": "fsdp2", "fsdp.reshard_after_forward": True}),
+        ("full_shard", {**FULL_SHARD, "strategy": "fsdp2"}),
+        ("full_shard auto_wrap", {**FULL_SHARD, "strategy": "fsdp2"}),
         (
             ["shard_grad_op", "offload"],
-            {"strategy": "fsdp2", "fsdp.reshard_after_forward": False, "fsdp.offload_params": True},
+            {**FULL_SHARD, "strategy": "fsdp2", "fsdp.reshard_after_forward": False, "fsdp.offload_params": True},
         ),
-        (
-            "hybrid_shard",
-            {"strategy": "fsdp2", "fsdp.reshard_after_forward": True, "fsdp.replicate_per_node": True},
-        ),
+        ("hybrid_shard", {**FULL_SHARD, "strategy": "fsdp2", "fsdp.replicate_per_node": True}),
         ("no_shard", {"strategy": "ddp"}),
     ],
 )

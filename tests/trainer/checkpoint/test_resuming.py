@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,8 @@ def test_the_newest_good_checkpoint_is_taken_and_bad_ones_are_kept(tmp_path: Pat
     flip(tmp_path / "checkpoint-8" / "optimizer.pt")
     (tmp_path / "checkpoint-6" / "rng_state.pth").unlink()
     (tmp_path / "checkpoint-4" / "COMMITTED").unlink()
+    with zipfile.ZipFile(tmp_path / "checkpoint-2" / "traced.pt", "w", zipfile.ZIP_DEFLATED) as exported:
+        exported.writestr("code", "of a callback" * 100)
 
     with pytest.raises(CorruptCheckpointError, match=r"checkpoint-8/optimizer.pt was changed after the save"):
         recorded(str(tmp_path), str(tmp_path / "checkpoint-8"))
