@@ -189,7 +189,7 @@ test-ecosystem: $(VENV)/.installed .compat/ecosystem/.installed ## run the tests
 
 .PHONY: test-ray
 test-ray: $(VENV)/.installed .compat/ray/.installed ## run the tests with a local Ray: Train, Tune and Data
-	$(call with_path,ray) $(PYTEST) $(RAY_ARGS) $(or $(TESTS),tests/ecosystem/test_ray.py)
+	$(call with_path,ray) $(PYTEST) $(RAY_ARGS) $(or $(TESTS),tests/ecosystem/test_ray.py tests/ecosystem/test_ray_reports.py)
 
 .PHONY: test-skypilot
 test-skypilot: $(VENV)/.installed .compat/skypilot/.installed ## read printed tasks with SkyPilot's own parser
