@@ -251,7 +251,11 @@ def _cross_entropy(
     )  # fmt: skip
     loss.is_made = True
     total = criterion.of_head(logits._head, logits._hidden, target)
-    return total if reduction == "sum" else total / (target != ignore_index).sum()
+    if reduction == "sum":
+        return total
+    # Without labels torch's mean is NaN as well, but its gradients are 0; divided by 0, these would be NaN.
+    count = (target != ignore_index).sum()
+    return torch.where(count > 0, total / count.clamp(min=1), float("nan"))
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
