@@ -144,7 +144,11 @@ class WindowReader:
                 self._weights = self._weights_among_those_left(self._num_rounds if kind is LossKind.BY_ITEMS else 1)
             else:
                 self._weights = self._row_weights(is_sum=kind is LossKind.BY_ITEMS)
-        return loss * self._weights[self.index]
+        weight = self._weights[self.index]
+        has_none = weight == 0
+        if has_none is not False:  # a tensor, at which to look would wait for the device, tells it there
+            loss = loss.masked_fill(loss.isnan() & has_none, 0.0)  # the mean over no labels, of which 0 times is NaN
+        return loss * weight
 
     def _has_label_sequences(self) -> bool:
         """Whether rows may differ in how many labels they have: all ranks have to exchange their numbers then."""

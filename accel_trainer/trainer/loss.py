@@ -120,6 +120,8 @@ class LossNormalization:
             kind = LossKind.ROW_MEAN
         trainer.model_accepts_loss_kwargs = accepted
         self._agree(trainer, kind, first, type(bare).__name__)
+        if self.is_wanted and not first._is_labelled:  # nothing to weigh it by yet, and a mean over no labels is NaN
+            loss = loss.masked_fill(loss.isnan(), 0.0)
         return loss
 
     def _agree(self, trainer: Trainer, kind: LossKind | None, first: _FirstBatch, model_name: str) -> None:

@@ -13,8 +13,11 @@ import transformers
 from torch.nn import functional
 
 from accel_trainer.data.plan import permutation
+from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.trainer import Trainer
+from accel_trainer.trainer.loop import WindowReader
 from accel_trainer.trainer.loss import LossKind
+from accel_trainer.trainer.run_clock import RunClock
 from tests.cells import beyond, crossed, selected
 from tests.ranks import run_ranks
 from tests.strategy_configs import needs_deepspeed
@@ -467,3 +470,32 @@ def test_a_loss_of_zero_tells_nothing_and_the_next_batch_is_asked(tmp_path):
 
     assert trainer._loss_normalization.kind is MODEL_MEAN
     assert not trainer.model_accepts_loss_kwargs
+
+
+@pytest.mark.parametrize("row", [0, 3], ids=["first of all", "later"])
+def test_a_micro_batch_without_labels_leaves_the_mean_of_the_others(tmp_path, row):
+    data = TokenDataset(8)
+    data.rows[row]["labels"] = torch.full_like(data.rows[row]["labels"], -100)
+    found = []
+    for size in (1, 2):
+        options = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2 // size}
+        args = arguments(tmp_path, optim="sgd", learning_rate=0.01, train_sampling_strategy="sequential", **options)
+        trainer = Trainer(build_model("t5"), args, train_dataset=data)
+        trainer.train()
+        found.append(means_of(trainer))
+
+    assert len(found[0][0]) == 4
+    assert_same_means(*found, "t5")
+
+
+def test_a_nan_of_labels_is_one_and_that_of_no_labels_weighs_nothing():
+    process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), "gloo")
+    reader = WindowReader([], process, RunClock(process))
+    reader.begin([{"labels": torch.tensor([labels])} for labels in ([5, 7], [-100, -100])])
+
+    losses = []
+    for reader.index in range(2):
+        loss = torch.tensor(float("nan"))
+        losses.append(reader.weigh(loss, MODEL_MEAN, has_items=False, over_ranks=False, shifts_labels=False).item())
+
+    assert losses == pytest.approx([float("nan"), 0.0], nan_ok=True)
