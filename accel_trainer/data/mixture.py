@@ -98,6 +98,8 @@ def _interleave(sets: list[Any], weights: Any, temperature: float, stopping_stra
             "it with datasets.IterableDataset.from_generator, or load all without streaming"
         )
     shares = _shares([1.0] * len(sets) if weights is None else weights, len(sets), temperature)
+    if stopping_strategy == "all_exhausted":  # `datasets` waits for the end of a set that it never draws
+        sets, shares = [each for each, share in zip(sets, shares, strict=True) if share], shares[shares > 0]
     return interleave_datasets(sets, shares.tolist(), seed=seed, stopping_strategy=stopping_strategy)
 
 

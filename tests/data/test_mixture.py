@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,18 @@ def test_streams_are_interleaved_by_datasets() -> None:
 
     assert [row["id"] for row in mixed] == [row["id"] for row in datasets.interleave_datasets(
         streams, [0.25, 0.75], seed=2, stopping_strategy="all_exhausted")]  # fmt: skip
+
+
+@pytest.mark.parametrize("weights", [[1, 0], [0, 1], [1, 0, 2]])
+def test_a_set_of_no_weight_is_not_waited_for(weights: list[int]) -> None:
+    tables = numbers(*(range(100 * index, 100 * index + 5) for index in range(len(weights))))
+    streams = [each.to_iterable_dataset() for each in tables]
+    for sets in (tables, streams):
+        mixed = mix_datasets(sets, weights, stopping_strategy="all_exhausted")
+        found = [row["id"] for row in islice(mixed, 1000)]
+        assert len(found) < 1000
+        assert {number // 100 for number in found} == {index for index, weight in enumerate(weights) if weight}
+        assert len(set(found)) == 5 * np.count_nonzero(weights)
 
 
 class Stream(IterableDataset):
