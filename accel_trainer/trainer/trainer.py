@@ -78,6 +78,7 @@ from accel_trainer.trainer.training_data import (
     mixed_training_data,
     packed_for_training,
     padding_collator,
+    unpacked_collator,
 )
 from accel_trainer.tree import is_namedtuple, map_leaves
 
@@ -250,7 +251,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader:
         name = {"Training": "train_dataset", "Evaluation": "eval_dataset"}.get(description, "test_dataset")
         check_dataset(dataset, name)
-        collator, drops = self.data_collator, False
+        collator, drops = unpacked_collator(self), False
         if name == "train_dataset":
             (dataset, collator), drops = packed_for_training(self, dataset), self.args.dataloader_drop_last
         # Whatever is evaluated or predicted counts, also where updates are to have equally many samples.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import DataCollatorWithPadding, default_data_collator
@@ -130,8 +133,7 @@ def packing_collator(trainer: Trainer, columns: Any = None) -> Any:
         return given
     attention = str(getattr(getattr(trainer.model, "config", None), "_attn_implementation", None))
     has_kernels = "flash" in attention and trainer.accelerator.config.parallel.sequence_size == 1
-    # Those that a Trainer takes by itself only pad.
-    is_default = given is default_data_collator or type(given) is DataCollatorWithPadding
+    is_default = _only_pads(given)
     if not is_default and getattr(given, "pad_to_multiple_of", None):
         given = copy.copy(given)
         given.pad_to_multiple_of = None
@@ -143,6 +145,27 @@ def packing_collator(trainer: Trainer, columns: Any = None) -> Any:
         columns=columns,
         collate_document=None if is_default else given,
     )
+
+
+def _only_pads(collator: Any) -> bool:
+    """Whether a collator is one of those that a Trainer takes by itself."""
+    return collator is default_data_collator or type(collator) is DataCollatorWithPadding
+
+
+def unpacked_collator(trainer: Trainer) -> Any:
+    """Return the collator of what is evaluated: the user's own, or one that takes the documents that packing takes."""
+    given = trainer.data_collator
+    if not (asks_for_packing(trainer.args) and _only_pads(given)):
+        return given
+    padding = replace(packing_collator(trainer), padding_free=False, return_flash_attn_kwargs=False)
+    return partial(_collate_documents, given, padding)
+
+
+def _collate_documents(given: Any, padding: PackingCollator, samples: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a batch of samples, each a row; by the given collator where it can make one with labels."""
+    is_labelled = all("labels" in sample for sample in samples)
+    is_even = is_labelled and len({len(sample["input_ids"]) for sample in samples}) == 1
+    return given(samples) if is_even else padding(samples)
 
 
 def padding_collator(collator: Any, args: TrainingArguments) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -201,6 +203,20 @@ def test_evaluation_counts_each_sample_once_and_is_not_packed(tmp_path: Path):
 
     assert found.predictions.shape == (len(rows), 12, 64)
     assert found.label_ids.tolist() == [row["labels"].tolist() for row in rows]
+
+
+@pytest.mark.parametrize(("padding_free", "has_tokenizer"), [(False, False), (False, True), (True, True)])
+def test_documents_that_packing_takes_are_evaluated(tmp_path: Path, padding_free: bool, has_tokenizer: bool):
+    words = Tokenizer(WordLevel({"<pad>": 0, "<unk>": 1}, unk_token="<unk>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")
+    options = {"processing_class": tokenizer if has_tokenizer else None}
+    trainer = build(str(tmp_path), options=options, padding_free=padding_free, per_device_eval_batch_size=4)
+    bare = [{"input_ids": row["input_ids"]} for row in documents()]
+    labelled = [{**row, "labels": row["input_ids"].clone()} for row in bare]
+
+    losses = [trainer.evaluate(data)["eval_loss"] for data in (documents(), bare, labelled)]
+
+    assert losses == pytest.approx([alone("bfd")[0], losses[2], losses[2]], abs=2e-6)
 
 
 def test_the_collator_of_the_user_makes_the_labels_of_each_document(tmp_path: Path):
