@@ -301,12 +301,14 @@ class AcceleratorTracking(AcceleratorSettings):
 
     def end_training(self) -> None:
         """Finish a background save and uploads, whose errors are raised, and trackers; leave the job. Collective."""
-        self._checkpointer.close()
+        # An earlier call has left the job: there is nobody to exchange anything with.
+        has_left = self.process.is_distributed and not dist.is_initialized()
+        self._checkpointer.close(is_failed=has_left)
         self._trackers.finish()
         if not self._data_config.split_batches:
             for scheduler in self._prepared.schedulers:
                 scheduler.warn_of_rest(self.num_processes)
-        if self.process.is_distributed and dist.is_initialized():  # a second call finds it left
+        if self.process.is_distributed and not has_left:
             # Nobody leaves while another rank still needs the group.
             dist.barrier()
         self.state.destroy_process_group()

@@ -80,16 +80,20 @@ def test_a_run_starts_stores_logs_and_ends():
     assert torch.equal(values["logits"], torch.ones(2))
 
 
-def end_twice() -> bool:
-    accelerator = Accelerator(cpu=True)
+def end_twice(directory: Path) -> bool:
+    options = ProjectConfiguration(str(directory / "run"), automatic_checkpoint_naming=True)
+    config = {"checkpoint_uri": f"file://{directory}/store", "save_async": True}
+    accelerator = Accelerator(cpu=True, project_config=options, config=config)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state()
     accelerator.end_training()
     accelerator.end_training()
-    return True
+    return (directory / "store" / "checkpoint_0").is_dir()
 
 
 @pytest.mark.multirank
-def test_training_may_be_ended_twice():
-    assert all(run_ranks(end_twice, 2))
+def test_training_may_be_ended_twice(tmp_path: Path):
+    assert all(run_ranks(end_twice, 2, tmp_path))
 
 
 def test_a_class_gets_the_name_the_directory_and_its_options(tmp_path: Path):
