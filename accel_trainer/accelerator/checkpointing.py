@@ -24,7 +24,7 @@ from accel_trainer.checkpoint.checkpointer import SaveJob
 from accel_trainer.checkpoint.disk import as_corrupt
 from accel_trainer.checkpoint.interop.huggingface import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
-from accel_trainer.checkpoint.object_store import is_uri
+from accel_trainer.checkpoint.object_store import is_uri, shown
 from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import CheckpointKind, Selection, Verify, check_verify
 from accel_trainer.checkpoint.run_state import (
@@ -513,7 +513,7 @@ class AcceleratorCheckpointing(AcceleratorWeights):
         mode, self._has_looked_for_states = check_verify(verify), True
         input_dir, missing_ok = _take_word(input_dir, missing_ok)
         has_joined = self.lost_ranks is not None and self.lost_ranks.join()
-        if has_joined or missing_ok and not is_uri(input_dir) and not self._has_state(input_dir):
+        if has_joined or missing_ok and not self._has_state(input_dir):
             return None
 
         metrics = self._checkpointer.metrics
@@ -538,13 +538,18 @@ class AcceleratorCheckpointing(AcceleratorWeights):
 
     def _has_state(self, input_dir: str | Path | None) -> bool:
         """Whether a state has been saved, good or bad by now; that there is none is said. Collective."""
-        directory = self._checkpoints_directory() if input_dir is None else Path(input_dir).expanduser()
-        place = (directory, None) if input_dir is None else (directory.parent, directory.name)
-        found = self._checkpointer.has_any(*place)
+        checkpointer = self._checkpointer
+        if is_uri(input_dir):
+            places, found = shown(str(input_dir)), checkpointer.has_any_at(str(input_dir))
+        elif input_dir is None:
+            directory = self._checkpoints_directory()
+            places, found = checkpointer.places(directory), checkpointer.has_any(directory)
+        else:
+            path = Path(input_dir).expanduser()
+            places, found = str(path), checkpointer.has_any(path.parent, path.name)
         if not found:
             attempt = find_attempt(read_environment())[0]
             begun = f"the workers were started again, {attempt} time(s): " if attempt else ""
-            places = self._checkpointer.places(directory) if input_dir is None else directory
             logger.info("%sno state has been saved to %s yet, and the run begins", begun, places)
         return found
 

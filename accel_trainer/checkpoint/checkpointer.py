@@ -371,15 +371,13 @@ class Checkpointer:
         Raises:
             CheckpointNotFoundError: there is no complete one.
         """
-        place, _, name = uri.rstrip("/").rpartition("/")
-        is_one = name.startswith(self.kind.prefix) and name.removeprefix(self.kind.prefix).isdecimal()
-        section, address = f"fetch from {shown(uri)}", place if is_one else uri
+        section, (address, name) = f"fetch from {shown(uri)}", self._split(uri)
 
         def find() -> tuple[str, Manifest] | None:
             if not self.process.is_main:
                 return None
             store = self._open_store(address)
-            found = (name, store.manifest(name)) if is_one else next(store.complete(store.names()), None)
+            found = (name, store.manifest(name)) if name else next(store.complete(store.names()), None)
             if found is None:
                 raise CheckpointNotFoundError(f"no complete checkpoint in {store.uri}; give the address of a run's")
             return found
@@ -567,6 +565,24 @@ class Checkpointer:
             return newest is not None or bool(self._flaws_in_store)
 
         return any(gather_calls(self.process, f"selection of a checkpoint in {directory}", look))
+
+    def has_any_at(self, uri: str) -> bool:
+        """Whether an object store holds a complete checkpoint, or one of the name in an address. Collective."""
+        address, name = self._split(uri)
+
+        def look() -> bool:
+            if not self.process.is_main:
+                return False
+            store = self._open_store(address)
+            return name in store.names() if name else store.newest() is not None
+
+        return any(gather_calls(self.process, f"fetch from {shown(uri)}", look))
+
+    def _split(self, uri: str) -> tuple[str, str]:
+        """Return the address of a run in an object store, and the name of a checkpoint there, or ""."""
+        place, _, name = uri.rstrip("/").rpartition("/")
+        is_one = name.startswith(self.kind.prefix) and name.removeprefix(self.kind.prefix).isdecimal()
+        return (place, name) if is_one else (uri, "")
 
     @section("load")
     def select_named(self, path: Path, verify: Verify, files: FilesToRead) -> Selection:

@@ -402,8 +402,14 @@ def test_a_loop_is_told_what_to_load_by_the_same_words(tmp_path: Path, caplog) -
         accelerator.load_state("latest")
     assert accelerator.load_state("auto") is None
     assert f"no state has been saved to {tmp_path}/run/checkpoints or {uri} yet, and the run begins" in caplog.text
+    for address in (uri, f"{uri}/checkpoint_0"):
+        assert accelerator.load_state(address, missing_ok=True) is None
+        assert f"no state has been saved to {address} yet, and the run begins" in caplog.text
     saved = accelerator.save_state()
     accelerator._checkpointer._uploads.wait()
+    assert accelerator.load_state(uri, missing_ok=True) == saved
+    assert accelerator.load_state(f"{uri}/checkpoint_0", missing_ok=True) == saved
+    assert accelerator.load_state(f"{uri}/checkpoint_1", missing_ok=True) is None
     assert accelerator.load_state("auto") == accelerator.load_state("latest") == saved
     shutil.rmtree(saved)
     assert accelerator.load_state("auto") == saved
