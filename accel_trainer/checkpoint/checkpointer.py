@@ -167,6 +167,8 @@ class Checkpointer:
         """Whether the last save asked for that."""
         self._left_out: Callable[[Uploads], None] | None = None
         """Submits the last save, where the nodes have left it out because one of them was still sending another."""
+        self._make_room: Callable[[], object] | None = None
+        """Removes what the last save has kept for the uploads alone."""
         self.kind = kind
         self.metrics = CheckpointMetrics() if metrics is None else metrics
         self.background: BackgroundSaver | None = None
@@ -291,7 +293,10 @@ class Checkpointer:
             # Not the new one by itself: where another save of this process has overtaken it, the higher number stays.
             # Only here, after the second vote: until then the older one may be the last good one.
             if job.keep is not None:
-                retire(job.directory, job.keep, protected, step=publication.step, prefix=self.kind.prefix)
+                make_room = partial(retire, job.directory, job.keep, step=publication.step, prefix=self.kind.prefix)
+                make_room(protected=protected)
+                stay = job.protected  # and not the job, which holds its caller
+                self._make_room = lambda: make_room(protected=stay())
         logger.info("saved %s: %.1f MiB in %.2f s", path, publication.num_bytes / 2**20, seconds)
 
     def _open_store(self, uri: str) -> ObjectStore:
@@ -345,6 +350,9 @@ class Checkpointer:
         if left_out is not None and self._uploads is not None and is_good:
             left_out(self._uploads)
         self._wait_for_uploads(together=together)
+        make_room, self._make_room = self._make_room, None
+        if make_room is not None and self._uploads is not None and is_good:
+            make_room()
 
     def _wait_for_uploads(self, *, together: bool) -> None:
         # Where all ranks come here, those that wait for a node that has failed learn of it.

@@ -646,17 +646,23 @@ def test_the_last_upload_that_fails_is_raised_at_the_end(tmp_path: Path, gone, p
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoint-2"]  # and no lock
 
 
-def test_no_checkpoint_is_removed_while_it_is_uploaded(tmp_path: Path, flaky, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("best", "left"),
+    [
+        ({"load_best_model_at_end": True, "metric_for_best_model": "score", "greater_is_better": True}, "checkpoint-1"),
+        ({}, "checkpoint-4"),
+    ],
+)
+def test_no_checkpoint_is_removed_while_it_is_uploaded(tmp_path: Path, flaky, monkeypatch, best, left: str) -> None:
     put_file = LocalFileSystem.put_file
     monkeypatch.setattr(flaky, "put_file", lambda *given, **options: (time.sleep(0.1), put_file(*given, **options)))
     trainer = build_trainer(
         tmp_path / "run", checkpoint_uri=f"flaky://{tmp_path}/store", max_steps=4, eval_steps=1, eval_samples=2,
-        eval_strategy="steps", load_best_model_at_end=True, save_total_limit=1, **{**SHORT, "save_steps": 1},
-        metric_for_best_model="score", greater_is_better=True,
+        eval_strategy="steps", save_total_limit=1, **{**SHORT, "save_steps": 1}, **best,
     )  # fmt: skip
     trainer.compute_metrics = lambda _: {"score": -float(trainer.state.global_step)}
     trainer.train()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-1"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [left]
     assert (tmp_path / "store" / "checkpoint-4" / MARKER_NAME).exists()
 
 
