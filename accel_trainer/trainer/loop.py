@@ -418,7 +418,7 @@ class EpochRun:
         # The guard may not have looked at this update yet, and what comes next saves its weights.
         if self.guard is not None and (trainer.control.should_save or trainer.control.should_training_stop):
             self.guard.look()
-        self._log_save_evaluate()
+        self._log_save_evaluate(is_end=False)
 
     @section("load")
     def _roll_back(self, found: str, num_read: int) -> None:
@@ -432,7 +432,7 @@ class EpochRun:
         control.should_training_stop |= trainer.state.global_step >= trainer.state.max_steps
         PROGRESS.updates = trainer.state.global_step
 
-    def _log_save_evaluate(self) -> None:
+    def _log_save_evaluate(self, *, is_end: bool) -> None:
         """Log, evaluate and save where that is due; where a signal ends the run, save and end. Collective.
 
         Where a rank is lost meanwhile, those that are left do again what was not complete.
@@ -440,14 +440,14 @@ class EpochRun:
         lost = self.trainer.accelerator.lost_ranks
         while True:
             try:
-                return self._act_on_flags()
+                return self._act_on_flags(is_end)
             except RuntimeError as error:
                 if lost is None:
                     raise
                 failure = error
             self.trainer.go_on_without(failure)
 
-    def _act_on_flags(self) -> None:
+    def _act_on_flags(self, is_end: bool) -> None:
         trainer = self.trainer
         trainer.finish_save(waits=False)
         trainer._maybe_log_save_evaluate(
@@ -461,7 +461,11 @@ class EpochRun:
             learning_rate=self.learning_rate,
         )
         if (trainer.decisions is not None or trainer.stop_signals.is_requested) and trainer.is_preempted:
-            trainer.save_and_end(self.model, self.trial)
+            control = trainer.control
+            is_last = self.step + 1 >= self.steps_in_epoch or control.should_epoch_stop or control.should_training_stop
+            # The end of the epoch is next, and what is due there would never be: who resumes begins another epoch.
+            if is_end or not is_last:
+                trainer.save_and_end(self.model, self.trial)
 
     def end(self) -> None:
         """Call back at the end of the epoch, then log, save and evaluate where that is due. Collective."""
@@ -482,7 +486,7 @@ class EpochRun:
                 self.guard.look()
             except UpdateTakenBackError as taken:
                 self._roll_back(str(taken), trainer.state.global_step)
-        self._log_save_evaluate()
+        self._log_save_evaluate(is_end=True)
 
 
 # --- a rank that joins the others in the middle -----------------------------------------------------------------------

@@ -441,6 +441,10 @@ class Trainer(ResumingMethods, transformers.Trainer):
         batches, restore_rng_from = begin_pass(self, train_dataloader, trained, checkpoint)
         saves = isinstance(train_dataloader, PreparedDataLoader) and restore_rng_from is None
         self._finish_boundary(model, trial, ignore_keys_for_eval, start_time, saves=saves)
+        if is_resumed and self.state.global_step >= self.state.max_steps:
+            # Upstream looks behind an update only: each start of a run that is over would train one more.
+            self.control.should_training_stop = True
+            return
         self._loss_normalization.begin_epoch(self)
         self._reader = reader = WindowReader(batches, self.accelerator.readers, self.run_clock)
         run = EpochRun(

@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 
 PLACE_OF = {
     "on_substep_end": "micro-batch", "on_step_end": "update", "on_prediction_step": "evaluation", "on_save": "save",
-    "on_epoch_end": "epoch",
+    "on_epoch_end": "epoch", "on_evaluate": "evaluated",
 }  # fmt: skip
 
 
@@ -184,6 +184,41 @@ def test_r9_one_process_ends_and_resumes_as_several_do(tmp_path: Path):
     assert (seen["jit"]["code"], seen["jit"]["saved"]) == (85, ["checkpoint-1"])
     ended, heard = seen["own handler"]
     assert (ended["code"], ended["step"], heard) == (None, 8, [signal.SIGTERM])
+
+
+EPOCH_ENDS: dict[str, Any] = {
+    # The signal, and options that differ; the first of two epochs has 4 updates.
+    "the last update": (("update", 4), {}),
+    "the last update of the run": (("update", 8), {}),
+    "the last update of a run that ends within an epoch": (("update", 6), {"max_steps": 6}),
+    "the evaluation, after a save of the update": (("evaluation", 2), {"save_strategy": "steps", "save_steps": 4}),
+    "the end of the evaluation, after such a save": (("evaluated", 1), {"save_strategy": "steps", "save_steps": 4}),
+    "the end of the epoch, after such a save": (
+        ("epoch", 1), {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "no"},
+    ),
+}  # fmt: skip
+
+
+def end_at_epochs(base: str) -> dict[str, Any]:
+    rank = init_process(read_environment(), use_cpu=True).rank
+    results: dict[str, Any] = {}
+    for name, (place, changes) in EPOCH_ENDS.items():
+        options = {
+            "samples": 16, "eval_samples": 8, "gradient_accumulation_steps": 1, "eval_strategy": "epoch",
+            "save_strategy": "epoch", "logging_strategy": "epoch", **changes,
+        }  # fmt: skip
+        callbacks = [Signals(*place)] if rank == 0 else []
+        ended = run(f"{base}/{name}", *callbacks, **options)
+        results[name] = ended, run(f"{base}/{name}", resume=True, **options), run(f"{base}/{name} whole", **options)
+    return results
+
+
+def test_r9_what_is_due_at_the_end_of_an_epoch_is_done_once_though_a_signal_comes_there(tmp_path: Path):
+    for results in run_ranks(end_at_epochs, 2, str(tmp_path), timeout=200):
+        for name, (ended, resumed, whole) in results.items():
+            assert (ended["code"], ended["step"]) == (85, 4 if "run" not in name else whole["step"]), name
+            compare(resumed, whole)
+            assert resumed["saved"] == whole["saved"], name
 
 
 def test_r9_a_run_that_saves_nothing_dies_of_its_signal(tmp_path: Path):

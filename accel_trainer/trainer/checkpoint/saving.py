@@ -166,6 +166,7 @@ class SavingMethods(_Upstream):
                 state.best_model_checkpoint = best
         if not is_saved:
             raise SaveSkippedError(f"{target} was not written")
+        run.num_saved_logs = len(state.log_history)
         losses = self._tr_loss.clone(), self._total_loss_scalar, self._globalstep_last_logged
         run.running_losses[state.global_step] = losses
         if job.in_background:
@@ -320,13 +321,15 @@ class SavingMethods(_Upstream):
 
     def save_and_end(self, model: nn.Module, trial: Any) -> NoReturn:
         """Save where training stands, unless it is saved or there is no time, and end with code 85. Collective."""
-        step, signals = self.state.global_step, self.stop_signals
+        run, step, signals = self.run_checkpoints, self.state.global_step, self.stop_signals
         grace = self.args.resolved.config.preemption.grace_seconds
-        last = self.run_checkpoints.metrics.save_seconds
+        last = run.metrics.save_seconds
         self.finish_save()
+        # What has been logged since, or is still to be evaluated, at the end of an epoch, that save does not hold.
+        is_same = run.num_saved_logs == len(self.state.log_history) and not self.control.should_evaluate
         if no_time := signals.find_no_time(grace, last, self.accelerator.process):
             done = f"no checkpoint is saved: {no_time}"
-        elif self.run_checkpoints.last_saved == step:
+        elif run.last_saved == step and is_same:
             done = f"checkpoint-{step} has been saved before"
         else:
             done = f"checkpoint-{step} " + ("is saved" if self.save_and_call_back(model, trial) else "was not written")
@@ -559,6 +562,8 @@ class RunCheckpoints:
         self._note: UpdateNote | None = None
         self.last_saved: int | None = None
         """The last update of which this train() has saved a checkpoint."""
+        self.num_saved_logs = 0
+        """Entries of the log that the last save holds."""
         self.num_taken_back = 0
         """Updates that were read, and that a rollback has taken back, since the beginning of the run."""
         self.is_in_update = False

@@ -194,6 +194,26 @@ def test_a_stream_goes_on_in_its_second_pass(tmp_path: Path) -> None:
     assert runs[1]["step"] == 10
 
 
+@pytest.mark.parametrize("dataset", [None, Stream()], ids=["rows", "stream"])
+def test_a_run_that_is_over_trains_no_more_when_it_is_started_again(tmp_path: Path, dataset: Stream | None) -> None:
+    results = []
+    for resume in (False, True, True):
+        trainer = build_trainer(tmp_path, max_steps=3, save_strategy="steps", save_steps=2)
+        trainer.train_dataset = dataset or trainer.train_dataset
+        trainer.train(resume_from_checkpoint=resume)
+        saved = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
+        results.append((trainer.state.global_step, trainer.state.epoch, saved, summary(trainer)))
+
+    finished, *again = results
+    assert finished[0] == 3
+    assert finished[2] == ["checkpoint-2", "checkpoint-3"]
+    for result in again:
+        assert result[:3] == finished[:3]
+        assert result[3]["losses"] == finished[3]["losses"]
+        for name, value in finished[3]["weights"].items():
+            np.testing.assert_array_equal(result[3]["weights"][name], value, err_msg=name)
+
+
 def test_the_newest_good_checkpoint_is_taken_and_bad_ones_are_kept(tmp_path: Path, info_log) -> None:
     whole = recorded(str(tmp_path), steps=(2, 4, 6, 8), dropout=0.1)
     copy = shutil.copytree(tmp_path / "checkpoint-8", tmp_path / "copy")
