@@ -24,6 +24,7 @@ from accel_trainer.runtime import collectives
 from accel_trainer.runtime.rng import KeptStreams
 from accel_trainer.techniques.chunked_loss import find_chunked_loss
 from accel_trainer.trainer.arguments.training_arguments import setting
+from accel_trainer.tree import map_leaves
 
 if TYPE_CHECKING:
     from accel_trainer import Trainer
@@ -164,7 +165,7 @@ class _FirstBatch:
 
     def __init__(self, trainer: Trainer, model: nn.Module, inputs: Any, num_items: Any) -> None:
         self._trainer, self._num_items = trainer, num_items
-        self._inputs = copy.copy(inputs)  # overrides take labels out of theirs
+        self._inputs = _copied(inputs)  # overrides take labels out of theirs, or change them in place
         # The bare one where it can be: a wrapper would send buffers around, and ranks need not ask alike.
         self._model = model if trainer.is_sharded else trainer.accelerator.unwrap_model(model)
         self._streams = KeptStreams()
@@ -270,9 +271,18 @@ class _FirstBatch:
         return _kind_of(loss, twice, mean)
 
     def _again(self, num_items: Any, *, factor: float) -> Tensor:
-        with _leaving_no_trace(self._model):
+        try:
+            return self._recomputed(num_items, factor)
+        except RuntimeError:
+            if self._trainer.is_sharded:
+                raise
+            # Of an override that takes gradients itself. Not at once: the graph is as large as that which waits.
+            return self._recomputed(num_items, factor, with_gradients=True)
+
+    def _recomputed(self, num_items: Any, factor: float, *, with_gradients: bool = False) -> Tensor:
+        with _leaving_no_trace(self._model), torch.set_grad_enabled(with_gradients):
             self._streams.put_back()
-            return self.compute_loss(self._model, copy.copy(self._inputs), num_items, factor=factor)
+            return self.compute_loss(self._model, _copied(self._inputs), num_items, factor=factor)
 
 
 def _divided_as_upstream(trainer: Trainer, loss: Tensor, is_scaled: bool | None, *, has_items: bool) -> Tensor:
@@ -329,6 +339,11 @@ def _multiply_loss(factor: float, _model: nn.Module, _args: Any, outputs: Any) -
         outputs["loss"] = loss * factor
         return outputs
     return (loss * factor, *outputs[1:])
+
+
+def _copied(inputs: Any) -> Any:
+    """Return a batch of copies, also of one that has no mapping for it."""
+    return copy.copy(map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs))
 
 
 @contextmanager

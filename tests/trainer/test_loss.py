@@ -424,6 +424,53 @@ def test_the_eval_loss_of_a_masked_model_is_the_token_mean_whatever_the_batches(
         assert [found[strategy, "masked"] for strategy in ("ddp", "fsdp")] == pytest.approx([exact] * 2, rel=1e-5)
 
 
+class Regression(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(x).tanh()
+        return {"loss": (logits - labels).square().mean(), "logits": logits}
+
+
+class Steep(Trainer):
+    """Adds the steepness of what the model returns."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        x = inputs["x"].requires_grad_()
+        outputs = model(**inputs)
+        (slopes,) = torch.autograd.grad(outputs["logits"].sum(), x, create_graph=True)
+        loss = outputs["loss"] + 0.1 * slopes.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class InPlace(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        inputs["x"] += 1.0
+        outputs = model(**inputs)
+        loss = 2 * outputs["loss"] * (inputs["x"].mean() > 0.5)
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("trainer_class", [Steep, InPlace])
+def test_an_override_may_take_gradients_and_change_its_inputs(tmp_path, trainer_class):
+    rows = torch.randn(24, 5, generator=torch.Generator().manual_seed(0)).tolist()
+    found = []
+    for size, accumulation in ((8, 1), (4, 2)):
+        args = arguments(
+            tmp_path, optim="sgd", per_device_train_batch_size=size, gradient_accumulation_steps=accumulation
+        )
+        data = [{"x": row[:4], "labels": row[4:]} for row in rows]
+        trainer = trainer_class(Regression(), args, train_dataset=data)
+        trainer.train()
+        found.append(means_of(trainer))
+    assert len(found[0][0]) == 3
+    assert trainer._loss_normalization.kind is MODEL_MEAN
+    assert_same_means(*found, trainer_class.__name__)
+
+
 class Noisy(torch.nn.Module):
     """Draws random numbers and counts batches in each forward; its loss is a mean of its own."""
 
