@@ -27,6 +27,9 @@ class RunObserver(TrainerCallback):
     def begin(self, model: nn.Module) -> None:
         """Log how the run is set up, on the main process; `model` is the prepared one. Before upstream logs its own."""
 
+    def finish(self) -> None:
+        """Take the last figures of the run, before a best model is loaded. Collective."""
+
     def close(self) -> None:
         """End a train(), whether it has failed or not."""
 

@@ -648,6 +648,8 @@ class Trainer(ResumingMethods, transformers.Trainer):
         self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
         self.end_local_updates(is_failed=False)
         self.accelerator.unit_of(self.model).adopt_averages()
+        self.run_checkpoints.metrics.finish(self.state.global_step)
+        self.run_report.finish()
         with keeping_best(self, Path(self._get_output_dir(trial=trial))), loading_by_override(self):
             output: TrainOutput = super()._finalize_training(trial, num_train_samples, start_time)
         return output

@@ -131,11 +131,9 @@ class RunReport(RunObserver):
         return self.trainer.run_clock.work_seconds(self.trainer.run_checkpoints.metrics.stalled_seconds)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add throughput and memory; at the last log, before a best model is loaded, gather all ranks'. Collective."""
+        """Add throughput and memory."""
         if "loss" in logs:
             self._add_point(state.global_step)
-        elif "train_runtime" in logs:
-            self._final = self._finish()
 
     def _add_point(self, step: int) -> None:
         if step < self._last_point[0]:  # the run has gone back
@@ -189,15 +187,18 @@ class RunReport(RunObserver):
 
     # --- end -------------------------------------------------------------------------------------------------------
 
-    def _finish(self) -> dict[str, Any]:
-        """Return the record at the end of the run, with the figures of all ranks. Collective."""
+    def finish(self) -> None:
+        """Take the record at the end of the run, with the figures of all ranks. Collective.
+
+        No event calls it: a callback, or an override of `log`, may keep the last log from this one, on one rank too.
+        """
         accelerator, clock = self.trainer.accelerator, self.trainer.run_clock
         clock.take_sample(self.trainer.state.global_step - self._last_point[0])
         own = {"peak": peak_memory(accelerator.device), "tokens": clock.num_tokens}
         everyone = collectives.gather_object(own, accelerator.process)
         peaks = [each["peak"] for each in everyone if each["peak"] is not None]
         copies = accelerator.process.world_size // accelerator.readers.world_size
-        return self.to_plain(peaks, sum(each["tokens"] for each in everyone) // copies)
+        self._final = self.to_plain(peaks, sum(each["tokens"] for each in everyone) // copies)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the block of the end on the main process, and write the page that `report_html` asks for."""

@@ -529,7 +529,7 @@ class RunMetrics(CheckpointMetrics):
             wall = max(time.perf_counter() - self._begin, 1e-9)
             num_updates = last_update - (last_update if self.begun_at is None else self.begun_at)
             again = min(self.values.get("lost_steps", 0.0) / max(num_updates, 1), 1.0)
-            self.values["goodput"] = max(wall - self.stalled_seconds, 0.0) * (1.0 - again) / wall
+            self.values.setdefault("goodput", max(wall - self.stalled_seconds, 0.0) * (1.0 - again) / wall)
             self._unlogged = list(self.values)
         return self.take()
 

@@ -303,6 +303,32 @@ def test_what_a_sharded_run_cannot_measure_it_does_not_tell(tmp_path):
     assert "Model = LlamaForCausalLM, 22,688 parameters, 22,688 trainable, 11,344 on this rank" in main["begun"][0]
 
 
+class Emptying(TrainerCallback):
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        logs.clear()
+
+
+def train_with_logs_kept_back(output_dir: str) -> list[Any]:
+    records = list[Any]()
+    for callbacks in ([], [Emptying()]):
+        trainer = build_trainer(output_dir, max_steps=2, report_html=True, options={"callbacks": callbacks})
+        if not callbacks:
+            log = trainer.log
+            trainer.log = lambda logs, *rest, log=log: log(logs, *rest) if int(os.environ["RANK"]) == 0 else None
+        trainer.train()
+        records.append(trainer.run_report._final)
+    return records
+
+
+@pytest.mark.multirank
+def test_a_run_ends_with_its_figures_whichever_rank_or_callback_keeps_logs_back(tmp_path):
+    main, other = run_ranks(train_with_logs_kept_back, 2, str(tmp_path), timeout=100)
+    for record in [*main, *other]:
+        assert len(record["figures"]["peak_memory_bytes"]) == 2
+        assert record["figures"]["tokens_per_second"] > 0
+    assert read_run(tmp_path / "report.html").figures["tokens_per_second"] > 0
+
+
 class FakeEvent:
     """An event of a device whose clock is the number of records."""
 
