@@ -424,6 +424,7 @@ def _describe_progress(trainer: Trainer) -> dict[str, Any]:
     meters = trainer.accelerator.meters
     position = trainer.run_checkpoints.position(trainer.callback_handler.train_dataloader)
     if position is not None:
+        position["is_complete"] |= trainer.control.should_epoch_stop
         try:
             json.dumps(position)
         except TypeError:  # the dataset's own state: it is read again up to the sample instead

@@ -51,9 +51,11 @@ class SaveWithNote(SaveAt):
             Path(args.output_dir, f"checkpoint-{state.global_step}", "note.txt").write_text("of a callback")
 
 
-def recorded(output_dir: str, resume: Any = None, steps: tuple[int, ...] = (2, 4), **build: Any) -> dict[str, Any]:
+def recorded(
+    output_dir: str, resume: Any = None, steps: tuple[int, ...] = (2, 4), callbacks: tuple[Any, ...] = (), **build: Any
+) -> dict[str, Any]:
     """Train, and return the samples of every update, of all ranks, by its number."""
-    trainer = build_trainer(output_dir, options={"callbacks": [SaveWithNote(*steps)]}, **{**RUN, **build})
+    trainer = build_trainer(output_dir, options={"callbacks": [SaveWithNote(*steps), *callbacks]}, **{**RUN, **build})
     ids: dict[int, list[int]] = {}
     training_step = trainer.training_step
 
@@ -106,6 +108,24 @@ def test_r7_samples_and_losses_go_on_on_another_number_of_processes(tmp_path: Pa
     rest = [row for number in range(3, UPDATES + 1) for row in one["ids"][number]]
     assert sorted(row for number in range(3, 6) for row in changed["ids"][number]) == sorted(rest)
     assert max(changed["ids"]) == changed["step"] == 12
+
+
+class EndEpoch(TrainerCallback):
+    """Ends each epoch after its second update."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_epoch_stop = state.global_step % 2 == 0
+
+
+@pytest.mark.parametrize(("steps", "options"), [((2,), {}), ((), {"save_strategy": "epoch"})])
+def test_an_epoch_that_a_callback_has_ended_is_not_gone_on_with(
+    tmp_path: Path, steps: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "dropout": 0.1}
+    whole = recorded(str(tmp_path), None, steps, (EndEpoch(),), **options)
+    resumed = recorded(str(tmp_path), str(tmp_path / "checkpoint-2"), (), (EndEpoch(),), **options)
+    assert resumed["ids"] == {number: rows for number, rows in whole["ids"].items() if number > 2}
+    assert (resumed["step"], resumed["losses"], resumed["noise"]) == (4, whole["losses"], whole["noise"])
 
 
 class Uneven(Dataset):
