@@ -559,11 +559,16 @@ class LostRanks:
             take_update(accelerator, given)
         self._given = [PROGRESS.updates if is_update else given["result"]]
 
-    def attempt(self, part: Callable[[], object]) -> bool:
-        """Whether a part of an update was completed: False where a rank is lost in it, and the update begins again."""
+    def leave_out_backward(self) -> None:
+        """Compute no gradients of a micro-batch that was given up, in its forward or in a collective behind that.
+
+        They would stay until the loop zeroes them, which may be behind the next step.
+        """
         if self._is_aside:
             self._end_aside()
-            return False
+
+    def attempt(self, part: Callable[[], object]) -> bool:
+        """Whether a part of an update was completed: False where a rank is lost in it, and the update begins again."""
         try:
             part()
         except RuntimeError as error:

@@ -216,6 +216,8 @@ class AcceleratorStepping(AcceleratorSettings):
         if not units:
             return self._backward_alone(loss, **kwargs)
         leading, in_window = units[0], bool(self._prepared.current)
+        if in_window and self.lost_ranks is not None and not leading.window.held:
+            return self.lost_ranks.leave_out_backward()
         if leading.tokens is None or not leading.tokens.is_weighed:
             loss = self._weigh(loss, leading.window.divisor if in_window else leading.window.num_steps)
         if self.nonfinite_guard is not None:

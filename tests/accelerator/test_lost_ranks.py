@@ -55,6 +55,8 @@ class Setup(NamedTuple):
     num_epochs: int = 2
     gathers: bool = True
     """Whether each micro-batch ends with a collective of the loop."""
+    zeroes_always: bool = True
+    """Whether gradients are zeroed in each micro-batch, and not only where the optimizer has stepped."""
     waits: tuple[int, ...] = ()
     """Updates behind which the ranks that are left wait for some that return."""
     num_at_once: int = 1
@@ -149,7 +151,7 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()
-                optimizer.zero_grad()
+                zero_gradients(optimizer, accelerator, setup)
             if spoils and launched_as == 0 and counts.number == 2:
                 accelerator.lost_ranks.num_updates += 2
             pass_place("gather")
@@ -204,7 +206,14 @@ def values_of(net: nn.Module, averages: Any) -> dict[str, torch.Tensor]:
 
 
 def mean_of(losses: torch.Tensor, accelerator: Accelerator, setup: Setup) -> torch.Tensor:
+    if not setup.zeroes_always:
+        accelerator.gather(torch.ones(1))
     return accelerator.global_token_mean(losses.sum(), losses.numel()) if setup.by_tokens else losses.mean()
+
+
+def zero_gradients(optimizer: Any, accelerator: Accelerator, setup: Setup) -> None:
+    if setup.zeroes_always or accelerator.sync_gradients:
+        optimizer.zero_grad()
 
 
 def wait_for_return(accelerator: Any, folder: Path, update: int, num_at_once: int = 1) -> None:
@@ -244,7 +253,9 @@ def samples_of_updates(folder: Path) -> list[list[int]]:
 def undisturbed(setup: Setup, world_size: int) -> Any:
     """Return what DDP gives without a loss, whatever shards the model, reads the data, or waits."""
     plain = Setup()
-    same = {name: getattr(plain, name) for name in ("num_workers", "strategy", "gathers", "num_replicas")}
+    same = {
+        name: getattr(plain, name) for name in ("num_workers", "strategy", "gathers", "zeroes_always", "num_replicas")
+    }
     return _undisturbed(setup._replace(**same, waits=(), num_at_once=1), world_size)
 
 
@@ -303,6 +314,12 @@ def test_updates_are_those_of_the_run_without_a_loss(place: str, rank: int, tmp_
 )
 def test_windows_of_several_micro_batches_begin_again(setup: Setup, tmp_path: Path) -> None:
     check(tmp_path, (Killed(1, 4, "backward"),), setup)
+
+
+@pytest.mark.parametrize("place", ["data", "backward"], ids=["in its forward", "in a gather behind its forward"])
+def test_gradients_of_a_micro_batch_that_is_given_up_come_into_no_update(place: str, tmp_path: Path) -> None:
+    """Also in a loop that zeroes gradients behind a step alone."""
+    check(tmp_path, (Killed(0, 3, place),), Setup(zeroes_always=False), world_size=3)
 
 
 def test_loses_rank_after_rank_until_one_is_left(tmp_path: Path) -> None:
