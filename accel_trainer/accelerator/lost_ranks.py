@@ -166,6 +166,8 @@ class LostRanks:
         """Note that a micro-batch begins; keep the buffers of a model whose update begins with it."""
         if not self._is_in_update:
             self._begin()
+        if self.left is not None:
+            self._take_loader()
         if self._num_owed:
             self._num_owed, self._is_aside = self._num_owed - 1, True
             for prepared in units:
@@ -176,6 +178,20 @@ class LostRanks:
         for prepared in units:
             if prepared.window.held == 1:
                 prepared.unit.begin_update()
+
+    def _take_loader(self) -> None:
+        """Have a loader that is trained first behind a loss share out the updates that all ranks would have made of it.
+
+        The shards of ranks that are left would be as many samples in each of more micro-batches. Its first one is given
+        up, and its samples read again.
+        """
+        loader = self._owner.gradient_state.active_dataloader
+        if loader is None or loader.bookmark in self._trained:
+            return
+        if reason := loader.why_not_shared_out():
+            raise RankLostError(f"a rank was lost, and this job cannot go on without it: {reason}")
+        loader.resize(self.num_shards, 0)
+        self._num_owed = max(self._num_owed, 1)
 
     def _begin(self) -> None:
         self._is_in_update, self._has_voted, self._num_before = True, False, PROGRESS.updates

@@ -322,6 +322,38 @@ def test_gradients_of_a_micro_batch_that_is_given_up_come_into_no_update(place: 
     check(tmp_path, (Killed(0, 3, place),), Setup(zeroes_always=False), world_size=3)
 
 
+def train_two_loaders(where: str) -> Any:
+    """Train over two loaders; return updates and weights. Where a rank is lost before the first, the second is late."""
+    launched_as = find_rank()
+    accelerator, net, model, optimizer, first, _ = build(Setup())
+    second = DataLoader([{"index": i, "x": torch.full((4,), i / 36).double()} for i in range(36)], 2)
+    if where != "before the first":
+        second = accelerator.prepare(second)
+    elif launched_as == 1:
+        kill_oneself()
+    accelerator.gather(torch.ones(1))
+    num_updates = 0
+    for loader in (first, second):
+        for inputs in accelerator.prepare(loader):
+            if where == "within the first" and num_updates == 2 and launched_as == 1:
+                kill_oneself()
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**inputs).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            num_updates += accelerator.sync_gradients
+    return num_updates, values_of(net, None)
+
+
+@pytest.mark.parametrize("where", ["before the first", "within the first"])
+def test_loaders_that_are_trained_first_behind_a_loss_have_the_updates_of_a_run_without_one(where: str) -> None:
+    num_updates, expected = run_ranks(train_two_loaders, 3, "")[0]
+    results = run_ranks(train_two_loaders, 3, where, env=CONTINUE, outlives=True, timeout=60)
+    for rank in (0, 2):
+        assert results[rank][0] == num_updates
+        assert all((results[rank][1][name] - value).abs().max() < 1e-6 for name, value in expected.items())
+
+
 def test_loses_rank_after_rank_until_one_is_left(tmp_path: Path) -> None:
     check(tmp_path, (Killed(3, 2, "data"), Killed(0, 6, "backward"), Killed(1, 15, "callback")), Setup())
 
