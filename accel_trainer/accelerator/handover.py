@@ -40,13 +40,18 @@ class Places:
     behind: dict[int, list[int]]
     have_voted: bool
     """Whether all had come to the vote of their update."""
+    num_owed: int
+    """Micro-batches that this rank gives up, for others have begun or read them, or it has read one itself."""
 
     @classmethod
     def of(cls, said: Mapping[int, dict[str, Any]], rank: int) -> Places:
         """Return the places by each rank's word, as `rank` sees them."""
         ahead = max(each["place"] for each in said.values())
         behind = {rank: each["place"] for rank, each in said.items() if each["place"] != ahead}
-        return cls(said[rank]["place"], ahead, behind, all(each["has_voted"] for each in said.values()))
+        own = said[rank]["place"]
+        begun = [max(each["place"][2:]) + each["in_hand"] for each in said.values() if each["place"][0] == ahead[0]]
+        num_owed = max(begun) - (0 if own[0] < ahead[0] else max(own[2:]))
+        return cls(own, ahead, behind, all(each["has_voted"] for each in said.values()), num_owed)
 
     @property
     def is_behind_update(self) -> bool:

@@ -309,10 +309,16 @@ class LostRanks:
         loaders = self._owner.gradient_state.loaders
         if len(loaders) > 1:
             return "it was within the loops over several loaders"
-        if loaders and loaders[0].bookmark not in self._trained and not self._is_in_update:
+        if loaders and not self._is_in_update and not self._trains(loaders[0]):
             return "it was evaluating"
+        if not loaders and not self.takes_windows and (self._is_in_update or self.num_updates and not self._trained):
+            return "its batches come from no loader that was prepared, and cannot be dealt out anew"
         reasons = [loader.why_not_shared_out() for loader in {*loaders, *self._owner._prepared.dataloaders}]
         return next(filter(None, reasons), "") or self._why_not_counted(loaders)
+
+    def _trains(self, loader: PreparedDataLoader) -> bool:
+        """Whether an update has been made in the present pass of a loader: loops may also evaluate over one."""
+        return loader.bookmark in self._trained if self.takes_windows else loader.current_pass is self._pass
 
     def _why_not_counted(self, loaders: list[PreparedDataLoader]) -> str:
         """Return why the samples of the updates of the present pass are not known."""
@@ -381,11 +387,25 @@ class LostRanks:
         return {
             "reason": reason,
             "place": [self.num_updates, self.num_calls, *windows],
+            "in_hand": replica is None and self._has_in_hand(max(windows, default=0)),
             "joins": replica,
             "can_take": self._is_alike if self._is_calling else ends_update,
             "votes": self._votes,
             "has_voted": self._is_in_update and self._has_voted,
         }
+
+    def _has_in_hand(self, num_begun: int) -> bool:
+        """Whether the loop has read a batch of the present update whose micro-batch it has not begun.
+
+        It does in a collective between the two, and the batch is read again.
+        """
+        accelerator = self._owner
+        loader = accelerator.gradient_state.active_dataloader
+        if loader is None or self.takes_windows or accelerator._prepared.current:
+            return False
+        current = loader.current_pass
+        assert current is not None
+        return current.num_yielded - (self._num_yielded if current is self._pass else 0) > num_begun
 
     def _settle(self, said: list[dict[str, Any]], replica: int | None, gone: str, error: BaseException | None) -> None:
         """Let `replica` join where all have come for that; raise where ranks are `gone` and the others cannot go on."""
@@ -523,6 +543,7 @@ class LostRanks:
                 if survivors.rank in places.behind:
                     self._take_level(accelerator, places, given)
                 break
+        self._num_owed = places.num_owed or self._num_owed
         return sum(rank in said for rank in survivors.members)
 
     def _catch_up(self, accelerator: Accelerator, places: Places) -> Any:
@@ -565,9 +586,8 @@ class LostRanks:
 
     def _take_level(self, accelerator: Accelerator, places: Places, given: Any) -> None:
         """Go on from this rank's place with the state that one of those ahead has given."""
-        is_update, ahead = places.is_behind_update, places.ahead
-        self._num_owed = max(ahead[2:]) - (0 if is_update else max(places.own[2:]))
-        if self._lacks_nothing(places.own, ahead):
+        is_update = places.is_behind_update
+        if self._lacks_nothing(places.own, places.ahead):
             return
         if is_update:
             self.note_update()  # which is complete with this
@@ -648,8 +668,9 @@ class LostRanks:
             elif current is None or current is self._pass:
                 loader.share_out(self.left, self._num_samples, rounds)
             else:  # no update of this pass was complete
-                loader.share_out(self.left, current.start[0], 0)
+                self._pass, self._num_in_pass, self._num_yielded, self._num_samples = current, 0, 0, current.start[0]
                 self._trained.add(loader.bookmark)
+                loader.share_out(self.left, self._num_samples, 0)
 
     # --- collectives of the loop -----------------------------------------------------------------------------------
 

@@ -228,7 +228,8 @@ class DDPUnit(NativeUnit):
             return "a communication hook exchanges its gradients, over a group of its own"
         if self._replicas.static_graph:
             return "ddp.static_graph has its order of gradients from the first update"
-        return "its replicas are updated apart (local_steps)" if self._updates_locally else ""
+        is_apart = self._updates_locally or (self.local_replicas is not None and self.local_replicas.is_open)
+        return "its replicas are updated apart (local_steps, LocalSGD)" if is_apart else ""
 
     def begin_update(self) -> None:
         """Keep the buffers: a forward moves the statistics of batch norms, and rank 0's are the model's."""
@@ -245,14 +246,16 @@ class DDPUnit(NativeUnit):
 
     def drop_update(self) -> None:
         """Drop the gradients, exchange none in this micro-batch, and put the buffers back."""
-        assert self._replicas is not None
+        if self._replicas is None:
+            return
         self.zero_grad()
         self._replicas.require_backward_grad_sync = False
         self._buffers.put_back()
 
     def rejoin(self) -> None:
-        """Exchange gradients over the job's present group."""
-        assert self._replicas is not None
+        """Exchange gradients over the job's present group; of a model for evaluation there are none."""
+        if self._replicas is None:
+            return
         self.zero_grad()
         regroup_replicas(self._replicas)
         _outlive_reducer(self._replicas)

@@ -12,6 +12,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from accel_trainer import Accelerator
 from accel_trainer.accelerator import lost_ranks
 from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
+from accel_trainer.local_sgd import LocalSGD
 from accel_trainer.runtime.own_watch import current_watch
 from accel_trainer.runtime.process import find_rank
 from accel_trainer.runtime.rank_loss import Survivors
@@ -55,6 +57,8 @@ class Setup(NamedTuple):
     num_epochs: int = 2
     gathers: bool = True
     """Whether each micro-batch ends with a collective of the loop."""
+    gathers_ahead: bool = False
+    """Whether one comes between a batch and its micro-batch, too."""
     zeroes_always: bool = True
     """Whether gradients are zeroed in each micro-batch, and not only where the optimizer has stepped."""
     waits: tuple[int, ...] = ()
@@ -143,7 +147,7 @@ def train(killed: tuple[Killed, ...], setup: Setup, folder: Path | None = None, 
             if folder is not None:
                 note_samples(folder / str(launched_as), accelerator, counts, inputs["index"][:valid].tolist())
             pass_place("data")
-            with accelerator.accumulate(model):
+            with begin_micro_batch(accelerator, model, setup):
                 losses = model(**inputs)
                 pass_place("backward")
                 accelerator.backward(mean_of(losses, accelerator, setup))
@@ -205,6 +209,12 @@ def values_of(net: nn.Module, averages: Any) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()}
 
 
+def begin_micro_batch(accelerator: Accelerator, model: nn.Module, setup: Setup) -> AbstractContextManager[None]:
+    if setup.gathers_ahead:
+        accelerator.gather(torch.ones(1))
+    return accelerator.accumulate(model)
+
+
 def mean_of(losses: torch.Tensor, accelerator: Accelerator, setup: Setup) -> torch.Tensor:
     if not setup.zeroes_always:
         accelerator.gather(torch.ones(1))
@@ -254,7 +264,8 @@ def undisturbed(setup: Setup, world_size: int) -> Any:
     """Return what DDP gives without a loss, whatever shards the model, reads the data, or waits."""
     plain = Setup()
     same = {
-        name: getattr(plain, name) for name in ("num_workers", "strategy", "gathers", "zeroes_always", "num_replicas")
+        name: getattr(plain, name)
+        for name in ("num_workers", "strategy", "gathers", "gathers_ahead", "zeroes_always", "num_replicas")
     }
     return _undisturbed(setup._replace(**same, waits=(), num_at_once=1), world_size)
 
@@ -322,10 +333,23 @@ def test_gradients_of_a_micro_batch_that_is_given_up_come_into_no_update(place: 
     check(tmp_path, (Killed(0, 3, place),), Setup(zeroes_always=False), world_size=3)
 
 
+def test_a_batch_that_is_in_hand_in_a_collective_is_trained_once(tmp_path: Path) -> None:
+    """Also by a rank that was behind an update, whose loop has not come to the batch."""
+    for name in ("level", "behind"):
+        (tmp_path / name).mkdir()
+    check(tmp_path / "level", (Killed(1, 3, "data"),), Setup(num_steps=2, gathers_ahead=True), world_size=3)
+    run = functools.partial(run_ranks, train_behind, failing=Killed(1, 2, "backward"))
+    check(tmp_path / "behind", (Killed(2, 3, "data"),), Setup(gathers=False, gathers_ahead=True), world_size=3, run=run)
+
+
 def train_two_loaders(where: str) -> Any:
-    """Train over two loaders; return updates and weights. Where a rank is lost before the first, the second is late."""
+    """Train over two loaders, beside a teacher; return updates and weights.
+
+    Where a rank is lost before the first, the second is prepared behind that.
+    """
     launched_as = find_rank()
     accelerator, net, model, optimizer, first, _ = build(Setup())
+    teacher = accelerator.prepare_model(nn.Linear(4, 1).double(), evaluation_mode=True)
     second = DataLoader([{"index": i, "x": torch.full((4,), i / 36).double()} for i in range(36)], 2)
     if where != "before the first":
         second = accelerator.prepare(second)
@@ -338,7 +362,7 @@ def train_two_loaders(where: str) -> Any:
             if where == "within the first" and num_updates == 2 and launched_as == 1:
                 kill_oneself()
             with accelerator.accumulate(model):
-                accelerator.backward(model(**inputs).mean())
+                accelerator.backward((model(**inputs) - teacher(inputs["x"]).detach()).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
             num_updates += accelerator.sync_gradients
@@ -555,6 +579,42 @@ def test_a_state_is_saved_by_those_left(points: tuple[str, ...], tmp_path: Path)
     for point, results in map_jobs(save, points).items():
         assert results[2] is None, point
     run_ranks(load_whole, 2, [tmp_path / point / "state" for point in points])
+
+
+def lose_without_knowing_samples(how: str) -> None:
+    """Lose a rank where nobody knows which samples are in an update, or where replicas are apart."""
+    die = kill_oneself if find_rank() == 1 else nullcontext
+    accelerator, _, model, optimizer, loader, _ = build(Setup())
+    plain = [{"index": torch.arange(2), "x": torch.ones(2, 4).double()} for _ in range(4)]
+    apart = LocalSGD(accelerator, model, 4) if how == "apart" else nullcontext()
+    with apart:
+        for number, inputs in enumerate(plain if how == "plain" else loader):
+            if how == "plain" and number == 2:
+                die()
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**inputs).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if how == "apart":
+                die()
+                accelerator.gather(torch.ones(1))
+    for inputs in loader:
+        die()
+        accelerator.gather_for_metrics(inputs["index"])
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("plain", "its batches come from no loader that was prepared"),
+        ("apart", "its replicas are updated apart"),
+        ("evaluates over the loader that it trains", "it was evaluating"),
+    ],
+)
+def test_a_loss_where_samples_or_replicas_are_not_known_ends_all_together(how: str, reason: str) -> None:
+    with pytest.raises(RankFailure, match=reason) as failed:
+        run_ranks(lose_without_knowing_samples, 3, how, env=CONTINUE, outlives=True, timeout=60)
+    assert len(failed.value.failures) == 2
 
 
 def test_a_loss_in_an_evaluation_of_a_loop_ends_all_together(tmp_path: Path) -> None:
