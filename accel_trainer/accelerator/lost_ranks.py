@@ -361,6 +361,8 @@ class LostRanks:
         if survivors.members == before:
             return
         num_left = self._meet_again(accelerator, places)
+        if accelerator._stop_point is not None:
+            accelerator._stop_point.meet_anew(counts_on=num_left == len(survivors.members))
         if gone:
             logger.warning(
                 "rank %s of the %d that the launcher has started is lost; the %d that are left go on after update %d, "
@@ -463,6 +465,8 @@ class LostRanks:
             self._take_place(accelerator, state["place"])
             if self.extras is not None:
                 self.extras.take(state["extras"])
+            if accelerator._stop_point is not None:
+                accelerator._stop_point.meet_anew(counts_on=False)
         except Exception:
             # Those that have taken it in wait for it: as a lost rank it costs them an update.
             traceback.print_exc()

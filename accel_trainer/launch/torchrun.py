@@ -371,10 +371,12 @@ class _Agent(LocalElasticAgent):
         return exit_.code in _FINAL_CODES and not (self._comes_and_goes and exit_.code == PREEMPTED_EXIT_CODE)
 
     def _look_at_workers(self, worker_group: Any) -> RunResult:
-        """Return torch's own result; a failure where the others came to their end without a look at a loss."""
+        """Return torch's own result; a failure where the others came to their end and had not gone on after a loss."""
         result = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.SUCCEEDED and self._notice is not None and not self._notice.is_taken():
-            return RunResult(state=WorkerState.FAILED)
+        has_ended = result.state in (WorkerState.SUCCEEDED, WorkerState.FAILED)
+        if has_ended and self._notice is not None and not self._notice.is_taken():
+            self._outlived.clear()  # it was the end of the job
+            return result if result.is_failed() else RunResult(state=WorkerState.FAILED)
         return result
 
     def _outlive(self, worker_group: Any) -> bool:
@@ -581,9 +583,9 @@ class _Agent(LocalElasticAgent):
             self.tell(end)
 
     def first_failure(self) -> _Exit | None:
-        """Return the worker that was the first to end with an error, as far as it was seen."""
+        """Return the worker that was the first to end with an error, as far as it was seen; none that was outlived."""
         self._let_end(_WATCH_SECONDS)
-        failed = [exit_ for exit_ in self.exits if exit_.code]
+        failed = [exit_ for exit_ in self.exits if exit_.code and exit_.pid not in self._outlived]
         return min(failed, key=lambda exit_: exit_.seconds) if failed else None
 
     def report(self, first: _Exit, failures: Mapping[int, Any]) -> None:

@@ -40,9 +40,9 @@ class Meeting:
         is_called: whether this rank knows of a call. At a position that was called by this rank it is true.
     """
 
-    def __init__(self, process: ProcessContext) -> None:
-        """Begin to answer calls. Every rank makes one, as the same one of its process."""
-        self.passed = 0
+    def __init__(self, process: ProcessContext, passed: int = 0) -> None:
+        """Begin to answer calls. Every rank makes one, as the same one of its process, behind position `passed`."""
+        self.passed = passed
         self.is_called = False
         self._process = process
         store = second_store()

@@ -200,6 +200,17 @@ class StopPoint:
         self.has_stopped = self._signals.is_answered = stops
         return stops
 
+    def meet_anew(self, *, counts_on: bool) -> None:
+        """Look with the ranks of the present group. Every one of them calls it; they do not communicate.
+
+        Args:
+            counts_on: none has joined, and some may be one place behind; else all are at the same one.
+        """
+        if self._meeting is not None:
+            self._meeting.close(is_failed=False)
+        self._position *= counts_on
+        self._meeting = Meeting(self._process, self._position) if self._process.is_distributed else None
+
     def find_no_time(self, save_seconds: float) -> str:
         """Return why a save at the stop comes too late; empty before it. See `StopSignals`; collective after it."""
         if not self.has_stopped:

@@ -289,7 +289,7 @@ class LossNotice:
             self._store.set(f"word/{count}/{number}", "")
 
     def is_taken(self) -> bool:
-        """Whether the others have met since the last loss of one of them."""
+        """Whether the others have gone on since the last loss of one of them."""
         return not self.lost or self._store.check([f"taken/{len(self.lost)}"])
 
 
@@ -322,7 +322,7 @@ class Survivors:
         self._settled: set[int] = {rank}
         """Those that have joined, or do not wait any more; and this one."""
         self._lock = threading.Lock()
-        self._num_meetings = 0
+        self._num_meetings = self._num_met_without = 0
         self.replica_size = replica_size
         self._has_roll_calls = False
         self._roll_call: _RollCall | None = None
@@ -502,8 +502,7 @@ class Survivors:
             has_met = are_here and self.lost == lost
             verdict = self._store.compare_set(f"{meeting}/verdict", "", "met" if has_met else "void").decode()
             if verdict == "met":
-                self.members = left
-                self._store.set(f"taken/{len(lost)}", "")
+                self.members, self._num_met_without = left, len(lost)
                 return [json.loads(text) for text in self._store.multi_get(keys)]
             time.sleep(_POLL_SECONDS / 20)  # this rank may hear later of the loss that another has seen
 
@@ -536,6 +535,7 @@ class Survivors:
                 raise RankLostError(f"the ranks that were left could not connect: {next(filter(None, problems))}")
             if self.has_lost():  # since they agreed: the thread may have closed the old connections
                 close_connections()
+            self._store.set(f"taken/{self._num_met_without}", "")
             return before.index(self.rank), len(before)
 
     def _connect(self, timeout_seconds: float) -> str:

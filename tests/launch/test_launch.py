@@ -248,6 +248,35 @@ with accelerator.preemptible():
 """
 
 
+ENDED_LATER = """
+import os, signal, sys, time, torch
+from accel_trainer import Accelerator
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+samples = torch.arange(4000.0).reshape(4000, 1) / 4000
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(samples, 2))
+updates = 0
+with accelerator.preemptible():
+    for batch in loader:
+        if updates == 2 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        updates += accelerator.sync_gradients
+        time.sleep(0.02)
+        if updates == 20 and os.environ["RANK"] == "0":
+            sys.exit(3) if sys.argv[1] == "fails" else os.kill(os.getppid(), signal.SIGTERM)
+            updates += 1
+        if accelerator.should_stop:
+            accelerator.save_state(__file__ + ".state")
+            accelerator.print("saved with", accelerator.num_processes)
+            break
+"""
+
+
 begins_again = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13 begins a forward of FSDP2 again"
 )
@@ -338,6 +367,20 @@ JOBS = {
             r"starting the workers again \(1 of 1 restarts\)",
             "rank 1 is 1 of 2, 6 micro-batches",
         ),
+    ),
+    "one that fails behind a loss gives its code": Job(
+        "--num_processes 3 --on_rank_loss continue",
+        ENDED_LATER,
+        "fails",
+        code=3,
+        says=(r"rank 0 \(pid \d+\) failed with exit code 3; this ended the job",),
+    ),
+    "workers are asked to end behind a loss": Job(
+        "--num_processes 3 --on_rank_loss continue",
+        ENDED_LATER,
+        "asked",
+        code=85,
+        says=("saved with 2", "the process ends with exit code 85"),
     ),
     "one is stopped": Job("--num_processes 2", STOPPED, code=75),
     "both are asked to end": Job("--num_processes 2 --max_restarts 1", PREEMPTED, code=85),
