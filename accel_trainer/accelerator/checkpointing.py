@@ -306,6 +306,8 @@ class AcceleratorCheckpointing(AcceleratorWeights):
             and not any(loader.gathers_state for loader in prepared.dataloaders)
             # Its outcome is one of all ranks.
             and self._checkpointer.background is None
+            # It counts as a collective, and where a rank is lost this one would be ahead of the others.
+            and self.lost_ranks is None
         )
 
     def _has_no_time(self, section: str) -> bool:

@@ -396,8 +396,6 @@ class AcceleratorWeights(AcceleratorSettings):
 
     def _all_come(self, call: str, *, has_all: bool) -> bool:
         """Wait for all ranks; False where the others are past the call, and rank 0, which `has_all`, saves alone."""
-        if self.lost_ranks is not None:  # those left begin the save again
-            return True
         may_be_alone = (
             has_all
             and self.process.is_main
@@ -406,7 +404,7 @@ class AcceleratorWeights(AcceleratorSettings):
         )
         way_out = (
             f"All ranks call {call}(): take it out of `if accelerator.is_main_process`. The main process can save "
-            "alone where it has all there is to save: under DDP, a state at the end of an update"
+            "alone where it has all there is to save: under DDP without --on_rank_loss, a state at the end of an update"
         )
         return all_come(call, self.process, debug=self.config.debug, way_out=way_out, may_be_alone=may_be_alone)
 

@@ -185,7 +185,7 @@ def save_weights_in_turns(folder: Path, strategy: str, config: dict[str, Any]) -
     return seen
 
 
-@pytest.mark.parametrize("name", ["weights", "weights, debug"])
+@pytest.mark.parametrize("name", ["weights", "weights, debug", "outlived weights"])
 def test_weights_are_saved_by_the_main_process_and_by_all_ranks_in_turns(ended: Callable[[str], Any], name: str):
     results, folder = ended(name)
     saved = [load_file(folder / f"weights_{number}" / "model.safetensors")["weight"][0, 0] for number in range(4)]
@@ -226,6 +226,8 @@ JOBS: dict[str, tuple[Any, ...]] = {
     "shards": (save_what_ranks_share, "fsdp2", "shards"),
     "window": (save_what_ranks_share, "ddp", "window"),
     "rank": (save_what_ranks_share, "ddp", "rank"),
+    "outlived weights": (save_weights_in_turns, "ddp", {}),
+    "outlived": (save_what_ranks_share, "ddp", "outlived"),
 }
 
 
@@ -237,7 +239,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any
     def run(name: str) -> Any:
         function, *options = JOBS[name]
         try:
-            return run_ranks(function, 2, folders[name], *options, timeout=60, grace_seconds=1)
+            env = {"ACCEL_TRAINER_LAUNCH__ON_RANK_LOSS": "continue"} if name.startswith("outlived") else {}
+            return run_ranks(function, 2, folders[name], *options, env=env, timeout=60, grace_seconds=1)
         except RankFailure as failed:
             return failed
 
@@ -245,7 +248,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any
     return lambda name: (results[name], folders[name])
 
 
-@pytest.mark.parametrize("kind", ["shards", "window", "rank"])
+@pytest.mark.parametrize("kind", ["shards", "window", "rank", "outlived"])
 def test_a_save_of_one_rank_that_has_not_all_is_refused_with_both_lines(ended: Callable[[str], Any], kind: str):
     failed, folder = ended(kind)
     saves = int(kind == "rank")
