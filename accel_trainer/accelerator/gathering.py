@@ -30,6 +30,11 @@ class AcceleratorGathering(AcceleratorSettings):
     _is_triggered = False
 
     @repeated_by_those_left
+    def wait_for_everyone(self) -> None:
+        """Wait until every rank is here. Collective; returns at once on one process."""
+        super().wait_for_everyone()
+
+    @repeated_by_those_left
     def gather(self, tensor: Any, *, pad_index: float | None = None, as_samples: bool = False) -> Any:
         """Concatenate the tensors of all ranks along dim 0, in a structure of the same shape. Collective.
 

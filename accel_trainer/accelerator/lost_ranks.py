@@ -676,6 +676,16 @@ class LostRanks:
                 self._trained.add(loader.bookmark)
                 loader.share_out(self.left, self._num_samples, 0)
 
+    @contextmanager
+    def counting_exchange(self) -> Iterator[None]:
+        """Context of what a Trainer's ranks exchange between two updates: nobody goes on with one that is past it."""
+        self._is_calling, self._is_alike = True, False
+        try:
+            yield
+            self.num_calls += 1
+        finally:
+            self._is_calling = False
+
     # --- collectives of the loop -----------------------------------------------------------------------------------
 
     def call(self, collective: Callable[[], Any], *, is_alike: bool) -> Any:

@@ -228,6 +228,8 @@ class DDPUnit(NativeUnit):
             return "a communication hook exchanges its gradients, over a group of its own"
         if self._replicas.static_graph:
             return "ddp.static_graph has its order of gradients from the first update"
+        if len(self.optimizers) > 1:
+            return "its model has several optimizers, whose steps are not known to be of one update"
         is_apart = self._updates_locally or (self.local_replicas is not None and self.local_replicas.is_open)
         return "its replicas are updated apart (local_steps, LocalSGD)" if is_apart else ""
 

@@ -5,9 +5,10 @@ A rank that joins the others in the middle of a training is handed the place of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from functools import partial
 from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from accel_trainer.runtime import collectives
 from accel_trainer.runtime.nonfinite import NonFiniteGuard
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS
-from accel_trainer.runtime.shared_errors import raise_together
+from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.tensor_trees import find_batch_size
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.trainer.loss import LossKind, count_labels
@@ -433,14 +434,15 @@ class EpochRun:
         PROGRESS.updates = trainer.state.global_step
 
     def _log_save_evaluate(self, *, is_end: bool) -> None:
-        """Log, evaluate and save where that is due; where a signal ends the run, save and end. Collective.
+        """Log, evaluate and save where that is due; where a signal ends the run, save and end. Collective."""
+        self._repeat(partial(self._act_on_flags, is_end))
 
-        Where a rank is lost meanwhile, those that are left do again what was not complete.
-        """
+    def _repeat(self, part: Callable[[], None]) -> None:
+        """Run what ranks do together behind an update; those that are left where one is lost do it again."""
         lost = self.trainer.accelerator.lost_ranks
         while True:
             try:
-                return self._act_on_flags(is_end)
+                return part()
             except RuntimeError as error:
                 if lost is None:
                     raise
@@ -477,16 +479,27 @@ class EpochRun:
                 f" num_steps ({trainer.state.max_steps}) higher than the number of available samples."
             )
             trainer.control.should_training_stop = True
-        with raise_together(trainer.accelerator.process, "on_epoch_end"):
+        error: BaseException | None = None
+        try:
             trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, trainer.control)
-        if trainer.decisions is not None:
-            trainer.decisions.end_epoch(trainer.control)
+        except (Exception, SystemExit) as raised:  # as of `raise_together`
+            error = raised
+        lost = trainer.accelerator.lost_ranks
+        with nullcontext() if lost is None else lost.counting_exchange():
+            self._repeat(partial(self._decide_at_end, error))
         if self.guard is not None:
             try:
                 self.guard.look()
             except UpdateTakenBackError as taken:
                 self._roll_back(str(taken), trainer.state.global_step)
         self._log_save_evaluate(is_end=True)
+
+    def _decide_at_end(self, error: BaseException | None) -> None:
+        """Raise the error of a rank's `on_epoch_end` on all, or decide on its flags. Collective."""
+        trainer = self.trainer
+        gather_or_raise(trainer.accelerator.process, "on_epoch_end", error)
+        if trainer.decisions is not None:
+            trainer.decisions.end_epoch(trainer.control)
 
 
 # --- a rank that joins the others in the middle -----------------------------------------------------------------------

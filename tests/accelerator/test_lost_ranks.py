@@ -57,8 +57,8 @@ class Setup(NamedTuple):
     num_epochs: int = 2
     gathers: bool = True
     """Whether each micro-batch ends with a collective of the loop."""
-    gathers_ahead: bool = False
-    """Whether one comes between a batch and its micro-batch, too."""
+    meets_ahead: bool = False
+    """Whether all ranks wait for each other between a batch and its micro-batch, too."""
     zeroes_always: bool = True
     """Whether gradients are zeroed in each micro-batch, and not only where the optimizer has stepped."""
     waits: tuple[int, ...] = ()
@@ -210,8 +210,8 @@ def values_of(net: nn.Module, averages: Any) -> dict[str, torch.Tensor]:
 
 
 def begin_micro_batch(accelerator: Accelerator, model: nn.Module, setup: Setup) -> AbstractContextManager[None]:
-    if setup.gathers_ahead:
-        accelerator.gather(torch.ones(1))
+    if setup.meets_ahead:
+        accelerator.wait_for_everyone()
     return accelerator.accumulate(model)
 
 
@@ -265,7 +265,7 @@ def undisturbed(setup: Setup, world_size: int) -> Any:
     plain = Setup()
     same = {
         name: getattr(plain, name)
-        for name in ("num_workers", "strategy", "gathers", "gathers_ahead", "zeroes_always", "num_replicas")
+        for name in ("num_workers", "strategy", "gathers", "meets_ahead", "zeroes_always", "num_replicas")
     }
     return _undisturbed(setup._replace(**same, waits=(), num_at_once=1), world_size)
 
@@ -337,9 +337,9 @@ def test_a_batch_that_is_in_hand_in_a_collective_is_trained_once(tmp_path: Path)
     """Also by a rank that was behind an update, whose loop has not come to the batch."""
     for name in ("level", "behind"):
         (tmp_path / name).mkdir()
-    check(tmp_path / "level", (Killed(1, 3, "data"),), Setup(num_steps=2, gathers_ahead=True), world_size=3)
+    check(tmp_path / "level", (Killed(1, 3, "data"),), Setup(num_steps=2, meets_ahead=True), world_size=3)
     run = functools.partial(run_ranks, train_behind, failing=Killed(1, 2, "backward"))
-    check(tmp_path / "behind", (Killed(2, 3, "data"),), Setup(gathers=False, gathers_ahead=True), world_size=3, run=run)
+    check(tmp_path / "behind", (Killed(2, 3, "data"),), Setup(gathers=False, meets_ahead=True), world_size=3, run=run)
 
 
 def train_two_loaders(where: str) -> Any:
@@ -428,6 +428,19 @@ def say_why(parallel: dict[str, int]) -> str:
 )
 def test_shards_are_refused_by_name(world_size: int, parallel: dict[str, int], reason: str) -> None:
     assert all(said.startswith(reason) for said in run_ranks(say_why, world_size, parallel, env=CONTINUE))
+
+
+def say_why_of_two() -> str:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    accelerator.prepare(model, *(torch.optim.SGD(layer.parameters(), 0.1) for layer in model))
+    assert accelerator.lost_ranks is not None
+    return accelerator.lost_ranks._survivors._said["able"]
+
+
+def test_several_optimizers_are_refused_by_name() -> None:
+    said = run_ranks(say_why_of_two, 2, env=CONTINUE)
+    assert all(each.startswith("its model has several optimizers") for each in said)
 
 
 def kill_oneself() -> None:

@@ -52,14 +52,14 @@ class Regression(nn.Module):
 class Callbacks(TrainerCallback, ExportableState):
     """Counts updates, kills a rank at the end of one, and lets the others wait behind another for one that returns."""
 
-    def __init__(self, killed: int, waits_at: int) -> None:
-        self.killed, self.waits_at = killed, waits_at
+    def __init__(self, killed: int, waits_at: int, kills_at: int) -> None:
+        self.killed, self.waits_at, self.kills_at = killed, waits_at, kills_at
         self.num_updates = 0
         self.trainer: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.num_updates += 1
-        if state.global_step == 3 and self.killed == find_rank() and RETURNS_VARIABLE not in os.environ:
+        if state.global_step == self.kills_at and self.killed == find_rank() and RETURNS_VARIABLE not in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
         if state.global_step == self.waits_at:
             wait_for_return(self.trainer.accelerator, Path(args.output_dir), self.waits_at)
@@ -75,6 +75,7 @@ def train(
     resume: str | None = None,
     waits_at: int = 0,
     logs_at: int = 1,
+    kills_at: int = 3,
     options: dict[str, Any] = DDP,
 ) -> Any:
     """Return the parameters, predictions of the evaluations, and the state's numbers."""
@@ -96,7 +97,7 @@ def train(
         evaluations.append(sorted(prediction.predictions.flatten().tolist()))
         return {}
 
-    callbacks = Callbacks(killed, waits_at)
+    callbacks = Callbacks(killed, waits_at, kills_at)
     trainer = Trainer(
         Regression(), args, train_dataset=rows, eval_dataset=rows[:19], callbacks=[callbacks],
         compute_metrics=compute_metrics,
@@ -128,7 +129,7 @@ PLACES = {
 
 
 class Loss(NamedTuple):
-    """A run on four ranks of which one is killed, at a place or behind update 3."""
+    """A run on four ranks of which one is killed, at a place or behind an update."""
 
     rank: int
     place: str | None = None
@@ -139,6 +140,7 @@ class Loss(NamedTuple):
     logs_at: int = 1
     waits_at: int = 0
     """The update behind which the others wait for one that returns."""
+    kills_at: int = 3
 
     @property
     def gone(self) -> list[int]:
@@ -150,6 +152,7 @@ SAMPLE = {
     "rank 2, data": Loss(2, "data"),
     "rank 2, evaluation": Loss(2, "evaluation"),
     "rank 0 behind a window": Loss(0, num_steps=2),
+    "rank 1 behind the last update of an epoch": Loss(1, logs_at=100, kills_at=7),
     "a replica of shards, evaluation": Loss(1, "evaluation", options=HSDP),
     "a replica of shards, save": Loss(1, "save", options=HSDP),
     "a replica of shards, optimizer of a window": Loss(1, "optimizer", num_steps=2, options=HSDP),
@@ -193,7 +196,8 @@ def lose(loss: Loss, folder: Path) -> list[Any]:
         env = env | fault_env(fault if step is None else f"{fault}:step={step}")
     return run_ranks(
         train_behind, 4, folder, loss.failing, loss.num_steps, killed=killed, options=loss.options, env=env,
-        logs_at=loss.logs_at, waits_at=loss.waits_at, outlives=True, replaces=int(loss.waits_at > 0), timeout=90,
+        logs_at=loss.logs_at, waits_at=loss.waits_at, kills_at=loss.kills_at, outlives=True,
+        replaces=int(loss.waits_at > 0), timeout=90,
     )  # fmt: skip
 
 
