@@ -218,8 +218,7 @@ class AcceleratorStepping(AcceleratorSettings):
         leading, in_window = units[0], bool(self._prepared.current)
         if in_window and self.lost_ranks is not None and not leading.window.held:
             return self.lost_ranks.leave_out_backward()
-        if leading.tokens is None or not leading.tokens.is_weighed:
-            loss = self._weigh(loss, leading.window.divisor if in_window else leading.window.num_steps)
+        loss = self._weigh(leading, loss, in_window)
         if self.nonfinite_guard is not None:
             self.nonfinite_guard.add_loss(loss, kwargs)
         if self._exchange(leading, loss, in_window, kwargs):
@@ -264,8 +263,11 @@ class AcceleratorStepping(AcceleratorSettings):
             "or use strategy 'ddp' or 'fsdp2'"
         )
 
-    def _weigh(self, loss: Tensor, divisor: int) -> Tensor:
+    def _weigh(self, leading: PreparedUnit, loss: Tensor, in_window: bool) -> Tensor:
         """Return the loss by the samples that this rank holds of the step, over the micro-batches of a window."""
+        if leading.tokens is not None and leading.tokens.is_weighed:
+            return loss
+        divisor = leading.window.divisor if in_window else leading.window.num_steps
         # accelerate takes the rows that fill up a step for samples, also where a rank has no others.
         is_filled = self.even_batches and self.config.accumulation.loss_division is LossDivision.ACCELERATE
         weight = 1.0 if is_filled else self.gradient_state.loss_weight(self.readers)

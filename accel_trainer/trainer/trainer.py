@@ -93,6 +93,12 @@ _IS_TRAINING = operator.attrgetter("training")
 _PLAIN_TRAIN = ("torch.", "transformers.modeling_utils")
 
 
+def _plain_modules(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the modules of a model that `train()` sets a flag of alone; none where one has a `train` of its own."""
+    modules = tuple(model.modules())
+    return modules if all(type(each).train.__module__.startswith(_PLAIN_TRAIN) for each in modules) else ()
+
+
 class Trainer(ResumingMethods, transformers.Trainer):
     """Upstream's Trainer on accel_trainer: one process, DDP, FSDP2 or DeepSpeed, with or without accelerate.
 
@@ -459,9 +465,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
             step=trained + num_before - 1,
             is_resumed=is_resumed,
         )
-        modules = tuple(model.modules())
-        if all(type(each).train.__module__.startswith(_PLAIN_TRAIN) for each in modules):
-            self._modules = modules
+        self._modules = _plain_modules(model)
         guard = self.accelerator.nonfinite_guard
         with nullcontext() if guard is None else setting(guard, roll_back=take_back):
             try:
