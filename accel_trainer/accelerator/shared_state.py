@@ -499,6 +499,8 @@ class GradientState:
         self.sync_with_dataloader = sync_with_dataloader
         """Whether the last batch of a loader ends a window."""
         self.sync_gradients = True
+        self.own_rows: BatchRows | None = None
+        """Rows of every rank in the micro-batch that a Trainer trains, whose loader is ahead of it; None elsewhere."""
         self._passes: list[_OpenPass] = []
 
     @staticmethod
@@ -536,6 +538,8 @@ class GradientState:
     @property
     def rows(self) -> BatchRows | None:
         """Rows of every rank in the active loader's current step; None outside of loops."""
+        if self.own_rows is not None:
+            return self.own_rows
         loader = self.active_dataloader
         return None if loader is None else loader.rows
 

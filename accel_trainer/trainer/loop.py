@@ -29,6 +29,7 @@ from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.shared_errors import gather_or_raise
 from accel_trainer.runtime.tensor_trees import find_batch_size
 from accel_trainer.runtime.whereabouts import section
+from accel_trainer.trainer.arguments.training_arguments import setting
 from accel_trainer.trainer.loss import LossKind, count_labels
 from accel_trainer.trainer.loss_spikes import answer_spike
 from accel_trainer.trainer.run_clock import BACKWARD_DONE, BATCHES_READ, UPDATE_BEGUN, UPDATE_DONE, RunClock
@@ -117,6 +118,11 @@ class WindowReader:
                 "the batches of the iterator, or train with even_batches=True"
             )
         self._rows = found if len(found) == len(batches) else []
+
+    @property
+    def rows(self) -> BatchRows | None:
+        """Rows of every rank in the present micro-batch; None where ranks have as many in all of them."""
+        return self._rows[self.index] if self._rows else None
 
     def without_filler(self, batch: Any) -> Any:
         """Return the batch, without rows if it only lets a rank take part that has no samples in this step."""
@@ -333,7 +339,9 @@ class EpochRun:
             self.counts = trainer.state.num_input_tokens_seen, trainer.current_flos
             trainer.control = handler.on_step_begin(trainer.args, trainer.state, trainer.control)
         begin = perf_counter()
-        loss = trainer.training_step(self.model, inputs, num_items)
+        # An override may call accelerator.backward(), which weighs a loss by the batch that the loader gave last.
+        with setting(trainer.accelerator.gradient_state, own_rows=self.reader.rows):
+            loss = trainer.training_step(self.model, inputs, num_items)
         trainer.run_clock.compute_seconds += perf_counter() - begin
         self._add_loss(loss)
         if self.guard is not None:

@@ -68,8 +68,24 @@ class FilledEvaluation(Trainer):
         return super().get_eval_dataloader(*args)
 
 
+class OwnBackward(Trainer):
+    """Divides and derives the loss of a micro-batch by itself, and takes the mean over its rows."""
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, inputs) / self.current_gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
 def build(
-    output_dir: Path, is_stream: bool = False, fills_evaluation: bool = False, dispatch_batches: Any = None, **job: Any
+    output_dir: Path,
+    is_stream: bool = False,
+    fills_evaluation: bool = False,
+    dispatch_batches: Any = None,
+    has_own_backward: bool = False,
+    **job: Any,
 ) -> Any:
     """Return a Trainer with SGD, which does not enlarge rounding as AdamW does."""
     configuration = {"dispatch_batches": dispatch_batches}
@@ -79,6 +95,8 @@ def build(
         trainer.train_dataset = Stream(trainer.train_dataset)
     if fills_evaluation:
         trainer.__class__ = FilledEvaluation
+    if has_own_backward:
+        trainer.__class__ = OwnBackward
     return trainer
 
 
@@ -124,6 +142,17 @@ def test_a_short_last_batch_gives_the_numbers_of_one_process(tmp_path, reference
     for name in names:
         assert_same(runs[0][name], references[name], name)
         assert runs[0][name]["losses"] == runs[1][name]["losses"], name
+
+
+@pytest.mark.multirank
+def test_a_backward_of_ones_own_weighs_each_micro_batch_by_its_own_rows(tmp_path):
+    jobs = {f"own {each}": {**JOBS[f"bert {each} 2"], "has_own_backward": True} for each in (13, 15)}
+    reference = run_jobs(str(tmp_path), 4, jobs)
+    for run in on_ranks("ddp", run_jobs, str(tmp_path), batch_size=2, jobs=jobs):
+        for name in jobs:
+            # What it logs is its own: the mean of the ranks' losses.
+            logged = ("losses", "train_loss")
+            assert_same({**run[name], **{key: reference[name][key] for key in logged}}, reference[name], name)
 
 
 @pytest.mark.slow
