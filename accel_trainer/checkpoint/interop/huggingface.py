@@ -113,18 +113,33 @@ def _state_weights(source: Path, unit: int, verify: str) -> TensorReader:
     return shards
 
 
+_OF_MODELS = ("model", "state_dict", "module")
+_OF_OPTIMIZERS = {"optimizer", "optim", "state", "param_groups"}
+
+
 def _dcp_weights(directory: Path) -> TensorReader:
-    """Return a model's tensors: those below "model", "state_dict" or "module" where there is such a key, else all."""
+    """Return a model's tensors: those below the outermost key "model", "state_dict" or "module", else all.
+
+    Without such a key, an optimizer's state beside them is left out.
+    """
     stored = DcpDirectory(directory)
     paths = {name: stored.paths.get(name, (name,)) for name in stored}
-    outer = {str(path[0]) for path in paths.values() if len(path) > 1}
-    root = next((key for key in ("model", "state_dict", "module") if key in outer), None)
-    if root is None and outer & {"optimizer", "optim", "state", "param_groups"}:
-        raise CheckpointNotFoundError(f"{directory} holds an optimizer's state and no weights; give the model's")
+    # An application's state as torch's tutorials save it has the model's one key further in.
+    roots = {path[: n + 1] for path in paths.values() for n, key in enumerate(path[:-1]) if key in _OF_MODELS}
+    root = min(roots, key=lambda each: (len(each), _OF_MODELS.index(each[-1])), default=())
+    if not root:
+        outer = {path[0] for path in paths.values() if len(path) > 1 and not str(path[0]).endswith("_extra_state")}
+        if unknown := sorted(map(str, outer - _OF_OPTIMIZERS)):
+            raise IncompatibleCheckpointError(
+                f"{directory} holds tensors below {unknown}, of which none says that a model's are there; save the "
+                "model's state dict alone, or below 'model'"
+            )
+        paths = {name: path for name, path in paths.items() if path[0] not in outer}
+        if outer and not paths:
+            raise CheckpointNotFoundError(f"{directory} holds an optimizer's state and no weights; give the model's")
+    prefix = ".".join(map(str, (*root, "")))
     stored.tensors = {
-        name.removeprefix(f"{root}.") if root else name: stored.tensors[name]
-        for name, path in paths.items()
-        if root in (None, path[0])
+        name.removeprefix(prefix): stored.tensors[name] for name, path in paths.items() if path[: len(root)] == root
     }
     if not stored.tensors:
         raise CheckpointNotFoundError(f"{directory} holds no tensors; give a directory with the weights of a model")

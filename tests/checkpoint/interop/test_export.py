@@ -14,7 +14,12 @@ from torch import nn
 
 from accel_trainer.checkpoint.interop.huggingface import export_hf_fsdp, export_weights
 from accel_trainer.checkpoint.weights.weight_files import WeightFiles, save_weights
-from accel_trainer.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError
+from accel_trainer.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 from accel_trainer.launch.cli import main
 from tests.publishing import flip
 from tests.ranks import preload, run_ranks
@@ -66,6 +71,35 @@ def test_every_kind_is_exported(saved: Path, kind: str, tmp_path: Path, capsys: 
     assert main(["ckpt", "export", str(saved / kind), str(tmp_path / "many"), *options]) == 0
     check(tmp_path / "many")
     assert len(list((tmp_path / "many").glob("*.bin"))) > 2
+
+
+def nested_state(kind: str) -> dict[str, Any]:
+    """Return what a script may save beside a model, or around it."""
+    weights, optimizer = build().state_dict(), {"state": {"0.weight": {"exp_avg": torch.ones(5, 3)}}}
+    return {
+        "an application's": {"app": {"model": weights, "optim": optimizer}},
+        "below two": {"app": {"module": {"model": torch.ones(1)}, "model": weights}, "epoch": torch.ones(1)},
+        "beside": {**weights, "optimizer": optimizer},
+        "a layer's own": {**weights, "0._extra_state": {"scale": torch.ones(1)}},
+        "net": {"net": weights},
+        "net with a step": {"net": weights, "epoch": torch.ones(1)},
+        "net beside": {"net": weights, "optim": optimizer},
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["an application's", "below two", "beside", "a layer's own"])
+def test_weights_are_found_among_other_state(kind: str, tmp_path: Path):
+    dcp.save(nested_state(kind), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    export_weights(tmp_path / "dcp", tmp_path / "out")
+    own = [name for name in WeightFiles(tmp_path / "out") if "_extra_state" not in name]
+    assert own == sorted(build().state_dict())
+
+
+@pytest.mark.parametrize("kind", ["net", "net with a step", "net beside"])
+def test_weights_below_a_key_that_is_not_a_models_are_refused(kind: str, tmp_path: Path):
+    dcp.save(nested_state(kind), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(IncompatibleCheckpointError, match=r"below \['net'\], .* alone, or below 'model'"):
+        export_weights(tmp_path / "dcp", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
