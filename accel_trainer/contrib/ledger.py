@@ -53,9 +53,19 @@ class Ledger(OperationMode):
         self.has_experts = False
         self.weight = 1
         """How often in an update what happens now happens."""
+        self._is_paused = False
         self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._sizes: list[int] = []
         self._ranks: dict[str, tuple[int, ...]] = {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which nothing is counted."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def hold(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage, which is counted from now on."""
@@ -95,6 +105,8 @@ class Ledger(OperationMode):
             self._count(number, storage.nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, with local tensors
         if func is torch.ops.prim.device.default:

@@ -42,6 +42,7 @@ from accel_trainer.runtime.process import ProcessContext, job_set_aside
 from accel_trainer.runtime.torch_private import (
     fake_tensors,
     join_fake_group,
+    shapes_inferred_within,
     tree_leaves,
 )
 from accel_trainer.strategies.api import Strategy, TrainJob, TrainUnit
@@ -325,7 +326,7 @@ class _Step:
         self.unit = unit
         optimizer = self._begin()
         unit.bind_optimizer(optimizer)
-        with self.ledger, noting_resizes(self.ledger), self.documents, self.kernels:
+        with self._counting():
             self._train()
             self._update(optimizer)
 
@@ -338,7 +339,7 @@ class _Step:
         vars(self.module)["_apply"] = lambda *args, **kwargs: self.module
         ledger, optimizer = self.ledger, self._begin()
         ledger.is_of_engine = True
-        with ledger, noting_resizes(ledger), self.documents, self.kernels:
+        with self._counting():
             self.unit = prepare(optimizer)
             for _ in range(2):
                 self.begin, self.end_of_forward, first = len(ledger.events), 0, ledger.num_storages
@@ -351,6 +352,13 @@ class _Step:
                 self._average(self.module.parameters())
         self.lasting = self.unit.lasting_tensors()
         self.unit.release()
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        # An update by `foreach` would count the full tensors of all parameters, whose shapes DTensors ask for.
+        ledger, as_planned = self.ledger, shapes_inferred_within(self.ledger.paused)
+        with ledger, noting_resizes(ledger), as_planned, self.documents, self.kernels:
+            yield
 
     def _begin(self) -> torch.optim.Optimizer:
         for tensor in (*self.module.parameters(), *self.module.buffers(), *self.batch.values()):

@@ -29,6 +29,7 @@ UNIT_EXCHANGES = ("_allgather_base_", "_reduce_scatter_base_")
 GROUP_REGISTRY = ("_register_process_group", "_unregister_all_process_groups")
 SNAPSHOTS = ("record_memory_history", "dump_snapshot")
 
+SHAPE_INFERENCE = "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached"
 AGENT = "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent"
 HANDLER = "torch.distributed.elastic.multiprocessing.subprocess_handler.SubprocessHandler"
 _REFUSED = "AccelTrainerError where it is used"
@@ -118,6 +119,7 @@ PRIVATE_NAMES = {
     },
     **{f"torch.ops.aten.{name}": _PLANNED for name in (GROUPED_MM, CPU_ATTENTION, CPU_ATTENTION_BACKWARD)},
     **{f"torch.ops.c10d.{name}": _EXPOSED for name in UNIT_EXCHANGES},
+    SHAPE_INFERENCE: "`accel-trainer estimate` counts full tensors as memory of an update under FSDP2",
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": _NOT_CLEARED,
     **{f"torch.cuda.memory._{name}": "a trace of updates comes without a snapshot of the memory" for name in SNAPSHOTS},
     "torch.distributed.device_mesh.DeviceMesh._pg_registry": _NOT_CLEARED,

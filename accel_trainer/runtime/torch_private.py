@@ -37,6 +37,7 @@ from accel_trainer.runtime.torch_names import (
     HANDLER,
     PRIVATE_NAMES,
     SEEN_IN,
+    SHAPE_INFERENCE,
     SNAPSHOTS,
 )
 
@@ -354,6 +355,27 @@ def fake_tensors() -> AbstractContextManager[Any]:
         allow_non_fake_inputs=True
     )
     return mode
+
+
+@contextmanager
+def shapes_inferred_within(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Have DTensors find the shapes of their results, by operations on full tensors without values, in a context."""
+    *module, owner_name, name = SHAPE_INFERENCE.split(".")
+    owner = _bind(".".join(module), owner_name)
+    inherited = find(owner, SHAPE_INFERENCE)
+    if inherited is None:
+        yield
+        return
+
+    def infer(*args: Any) -> Any:
+        with context():
+            return inherited(*args)
+
+    setattr(owner, name, infer)
+    try:
+        yield
+    finally:
+        setattr(owner, name, inherited)
 
 
 def is_fake(tensor: Tensor) -> bool:

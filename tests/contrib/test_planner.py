@@ -78,8 +78,8 @@ def plan(
         model = build(name)
     resolved = resolve(file=options, environ={})
     cluster = Cluster(ranks_per_node=ranks_per_node)
-    workload = {"is_on_gpu": False, **workload}  # as the ranks that are measured
-    return plan_layout(model, resolved, num_processes, Workload(batch=B, sequence=L, **workload), cluster)
+    workload = {"batch": B, "sequence": L, "is_on_gpu": False, **workload}  # as the ranks that are measured
+    return plan_layout(model, resolved, num_processes, Workload(**workload), cluster)
 
 
 # --- real ranks -------------------------------------------------------------------------------------------------------
@@ -251,6 +251,14 @@ def test_what_ranks_of_one_sample_exchange_is_waited_for():
     sums = [each for each in awaited if each.kind == "all_reduce"]
     # Of embedding, attention and MLP in a layer, forward and backward, tokens of all rows.
     assert sums[0].num_bytes % (4 * B * L * 64) == 0
+
+
+def test_shards_are_updated_with_the_temporaries_of_shards():
+    full = plan(1, {}, sequence=1, is_on_gpu=True)
+    assert full.peak_parts["activations"] == pytest.approx(full.parameters, rel=0.01)  # of the update, all at once
+    sharded = plan(4, {"strategy": "fsdp2"}, sequence=1, is_on_gpu=True)
+    for part in ("parameters", "gradients", "optimizer_state", "activations"):
+        assert sharded.peak_parts[part] <= 1.01 * full.peak_parts[part] / 4, part
 
 
 def test_fp16_is_planned_where_nothing_trains_in_it():
