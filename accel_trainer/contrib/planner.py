@@ -179,10 +179,10 @@ def plan_layout(
             step = _take_step(strategy, model, resolved, process, workload)
         # Of a job on the CPU, the device's memory is the host's.
         on_host = (*offloaded, *of_engine) if workload.is_on_gpu else ()
+        accumulation, in_buckets = resolved.config.accumulation, None
         if facts.builds_engine:
             measured = _measure_engine(step, on_host)
         else:
-            accumulation, in_buckets = resolved.config.accumulation, None
             if replicas > 1:
                 # Gradients of a micro-batch that exchanges nothing are tensors of their own, beside DDP's buckets.
                 always_syncs = accumulation.num_steps == 1 or accumulation.sync_each_batch
@@ -191,10 +191,10 @@ def plan_layout(
         calls = step.ledger.calls
         if replicas > 1:
             buckets = max(1, round(measured["gradients"] / 2**20 / resolved.config.ddp.bucket_cap_mb))
-            calls = [Call("all_reduce", tuple(range(replicas)), measured["gradients"] // buckets, buckets)]
+            times = buckets * (accumulation.num_steps if accumulation.sync_each_batch else 1)
+            calls = [Call("all_reduce", tuple(range(replicas)), measured["gradients"] // buckets, times)]
         # Ranks of one axis pass over the rows of each other's experts.
         flops = step.ledger.flops + step.ledger.flops_of_experts // sizes.tp
-        num_steps = resolved.config.accumulation.num_steps
         return LayoutPlan(
             strategy=strategy_name,
             is_sharded=facts.shards_parameters,
@@ -204,7 +204,7 @@ def plan_layout(
             checkpointing=resolved.config.recomputation,
             assumes_balance=step.ledger.has_experts,
             flops=flops,
-            rows=step.num_rows * sizes.num_readers * num_steps,
+            rows=step.num_rows * sizes.num_readers * accumulation.num_steps,
             **measured,
             **_times(calls, sizes, cluster, flops),
         )
@@ -270,6 +270,11 @@ def _strategy_of(resolved: Resolved, num_processes: int) -> str:
         raise ConfigError(
             f"{resolved.describe('optimizer_in_backward')} updates parameters one by one while the backward goes on, "
             "which is not planned; plan without it, and take gradients away"
+        )
+    if resolved.config.local_steps is not None and num_processes > 1:
+        raise ConfigError(
+            f"{resolved.describe('local_steps')} exchanges weights after so many updates, and an outer optimizer has "
+            "a copy of them, which is not planned; plan without it, and take the exchange away"
         )
     return name
 

@@ -261,6 +261,17 @@ def test_shards_are_updated_with_the_temporaries_of_shards():
         assert sharded.peak_parts[part] <= 1.01 * full.peak_parts[part] / 4, part
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_micro_batches_that_exchange_gradients_do_so_as_often_as_there_are(strategy: str):
+    def reduced(**accumulation: Any) -> list[tuple[int, int]]:
+        planned = plan(2, {"strategy": strategy, "accumulation": accumulation})
+        return [(each.calls, each.num_bytes) for each in planned.exchanges if each.kind != "all_gather"]
+
+    ((calls, num_bytes),) = reduced()
+    assert reduced(num_steps=3, sync_each_batch=True) == [(3 * calls, 3 * num_bytes)]
+    assert reduced(num_steps=3) == [(calls, num_bytes)]
+
+
 def test_fp16_is_planned_where_nothing_trains_in_it():
     planned = plan(1, {"mixed_precision": "fp16"})
     assert planned.peak_parts == plan(1, {"mixed_precision": "bf16"}).peak_parts
@@ -287,6 +298,7 @@ def test_attention_with_dropout_keeps_what_a_gpus_kernel_keeps():
             "stage of the DeepSpeed conf",
         ),
         ({"optimizer_in_backward": True}, {}, "optimizer_in_backward=true .* take gradients away"),
+        ({"strategy": "ddp", "local_steps": 8}, {}, "local_steps=8 .* take the exchange away"),
         ({"strategy": "fsdp2"}, {"optimizer": "adamv"}, "no optimizer 'adamv' in torch.optim; did you mean 'adam'"),
         ({"parallel": {"tp_size": 3}}, {}, "makes 3 process.es., and this job has 4"),
     ],
