@@ -26,6 +26,7 @@ from accel_trainer.contrib.layouts import (
     MARGIN,
     SIZES_OF_MODELS,
     SPEEDS,
+    DoesNotFitError,
     adapters_in_words,
     candidates,
     cost_of,
@@ -472,7 +473,7 @@ class Search:
                 return problem
             needed |= dict.fromkeys({_LOSS, _POLICY, _OFFLOAD} - set(way), size_in_words(size))
         if not fits:
-            return ConfigError(f"{layout_name(single)}: {size_in_words(MARGIN * single.peak)} for one row")
+            return DoesNotFitError(f"{layout_name(single)}: {size_in_words(MARGIN * single.peak)} for one row")
         return min(fits, key=lambda fit: fit.seconds)
 
     def _refuse(self, flags: Mapping[str, Any]) -> ConfigError | None:
@@ -481,7 +482,7 @@ class Search:
             plan = self._plan(flags, 1)
             if MARGIN * plan.peak > self._limit:
                 size = size_in_words(MARGIN * plan.peak)
-                return ConfigError(f"{layout_name(plan)}: {size} for one row, with all that saves memory")
+                return DoesNotFitError(f"{layout_name(plan)}: {size} for one row, with all that saves memory")
         return None
 
     def _share(self, flags: Mapping[str, Any]) -> tuple[int, int]:
@@ -489,7 +490,7 @@ class Search:
         readers = flags.get("parallel.dp_replicate_size", 1) * flags.get("parallel.dp_shard_size", 1)
         share, rest = divmod(self._args.global_batch, readers)
         if rest:
-            raise ConfigError(f"{self._args.global_batch} rows of an update over {readers} ranks: no whole number")
+            raise DoesNotFitError(f"{self._args.global_batch} rows of an update over {readers} ranks: no whole number")
         return share, readers
 
     def _plan(self, flags: Mapping[str, Any], rows: int) -> LayoutPlan:

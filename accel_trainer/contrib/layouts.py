@@ -39,6 +39,10 @@ _ALONE_SECONDS = 5.0
 """How long layouts are compared in this process alone: another one imports torch and transformers for that long."""
 
 
+class DoesNotFitError(ConfigError):
+    """A layout that needs too much memory, or has no whole number of rows: others of the same sizes may fit."""
+
+
 def with_policy(policy: str) -> dict[str, Any]:
     """Return the options of a policy of activation checkpointing, whichever option the configuration has it by."""
     return {"activation_checkpointing": policy, "fsdp.activation_checkpointing": False}
@@ -99,8 +103,9 @@ def outcomes(
         flags = waiting.popleft()
         asked = _sizes_of_models(flags)
         if not asked & refused:
-            found.append(plan(flags))
-            refused |= asked if len(asked) == 1 and isinstance(found[-1], ConfigError) else set()
+            found.append(outcome := plan(flags))
+            if len(asked) == 1 and isinstance(outcome, ConfigError) and not isinstance(outcome, DoesNotFitError):
+                refused |= asked
     if rest := [flags for flags in waiting if not _sizes_of_models(flags) & refused]:
         # Not forked from here: torch's threads do not survive that. A server has none, and imports once for all.
         methods = multiprocessing.get_all_start_methods()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from accel_trainer.big_models.device_map import convert_file_size_to_int
 from accel_trainer.config import resolve
 from accel_trainer.contrib import estimate, layouts
 from accel_trainer.errors import ConfigError
@@ -86,6 +88,31 @@ def test_each_choice_has_its_reason(llama: str, tmp_path: Path) -> None:
     assert re.search(r"  num_steps: (\d+)  # 16 rows = \d+ x \1 x 2 ranks that read\n", text)
     assert re.search(r"  micro_batch_size: \d+  # the most that fit; \d+ would need about [\d.]+ MiB\n", text)
     assert re.search(r"\n(loss: chunked|activation_checkpointing: \w+)  # without, one row needs [\d.]+ MiB\n", text)
+
+
+def test_sizes_that_need_too_much_memory_alone_are_tried_together() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def search(flags: dict[str, int]) -> ConfigError:
+        asked.append((flags["parallel.tp_size"], flags["parallel.sp_size"]))
+        kind = ConfigError if asked[-1][0] == 4 else layouts.DoesNotFitError
+        return kind("4 heads, or 9 GiB for one row")
+
+    sizes = [(2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2), (4, 4)]
+    waiting = [{"parallel.tp_size": tp, "parallel.sp_size": sp} for tp, sp in sizes]
+    layouts.outcomes(argparse.Namespace(), waiting, search)
+    assert asked == sizes[:-2]
+
+
+@pytest.mark.parametrize(("size", "global_batch"), [("10KB", 2), ("1GiB", 3)])
+def test_layouts_that_do_not_fit_are_told_from_those_that_a_model_cannot_take(
+    llama: str, size: str, global_batch: int
+) -> None:
+    words = [llama, "--num_processes", "2", "--sequence", str(LENGTH), "--global_batch", str(global_batch)]
+    args = estimate._with_defaults(estimate.estimate_command_parser().parse_args(words))
+    options = estimate._layout_options(args)
+    search = estimate.Search(args, options, convert_file_size_to_int(size))
+    assert isinstance(search({"strategy": "fsdp2", "parallel.dp_shard_size": 2}), layouts.DoesNotFitError)
 
 
 def test_nothing_that_fits_is_an_error_with_what_each_layout_needs(llama: str) -> None:
