@@ -213,6 +213,9 @@ def _print_plans(args: argparse.Namespace) -> None:
 
     limit = None if args.memory is None else convert_file_size_to_int(args.memory)
     options = _layout_options(args)
+    resolved, _ = resolve_options(options, os.environ, None)
+    if resolved.is_set("launch.num_machines") and (num_processes := resolved.config.launch.num_processes):
+        args.ranks_per_node = -(-num_processes // resolved.config.launch.num_machines)
     if args.fit is not None:
         return _fit_layout(args, options, convert_file_size_to_int(args.fit))
     if args.compare:

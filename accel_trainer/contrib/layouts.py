@@ -67,8 +67,6 @@ def plan_of(args: argparse.Namespace, options: Options, flags: Mapping[str, Any]
     from accel_trainer.contrib.planner import Cluster, Workload, plan_layout
 
     cluster = Cluster(**{name: getattr(args, name) for name, *_ in SPEEDS})
-    if resolved.is_set("launch.num_machines"):
-        cluster = dataclasses.replace(cluster, ranks_per_node=-(-launch.num_processes // launch.num_machines))
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
     dtype: Any = as_dtype(args.dtype)
     most = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 2048

@@ -271,6 +271,23 @@ def test_a_mixture_is_planned_as_if_its_experts_got_as_many_tokens_each(tmp_path
     assert text.splitlines()[-1] == "Routing is assumed to be balanced: each expert gets as many tokens as the others"
 
 
+def test_comparisons_go_by_the_machines_that_are_configured(
+    llama: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def note(args: argparse.Namespace, layouts: Any, plan: Any) -> Any:
+        asked.extend(layouts)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(estimate, "outcomes", note)
+    assert main(["estimate", llama, "--num_processes", "8", "--num_machines", "4", "--compare"]) == 2
+    # Two ranks a machine: nothing but shards of the state goes over more.
+    assert {flags["parallel.tp_size"] for flags in asked} == {1, 2}
+    assert main(["estimate", llama, "--num_processes", "8", "--num_machines", "4", "--sequence", "2"]) == 0
+    assert "between machines of 2," in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_layouts_have_shards_over_all_ranks_or_a_machines(llama: str) -> None:
     words = [llama, "--num_processes", "32", "--ranks_per_node", "8"]
     args = estimate._with_defaults(estimate_command_parser().parse_args(words))
