@@ -158,12 +158,15 @@ def to_fsdp(config: RunConfig) -> tuple[RunConfig, list[str]]:
     Stage 3 becomes FSDP2, stages 1 and 2 FSDP2 that keeps gathered parameters until the backward, stage 0 DDP.
 
     Raises:
-        ConfigError: the strategy is not deepspeed, or its block is wrong.
+        ConfigError: the strategy is not deepspeed, or its block or its stage is wrong.
     """
     if config.strategy != "deepspeed":
         raise ConfigError(f"strategy={config.strategy} is not 'deepspeed'; there is nothing to convert to FSDP2")
     block = read_block(config.deepspeed)
-    stage = get_key(block.data, _STAGE, 0)
+    written = get_key(block.data, _STAGE, 0)
+    stage = next((number for number in range(4) if written in (number, str(number))), None)  # as DeepSpeed reads it
+    if stage is None:
+        raise ConfigError(f"{_STAGE} is {show(written)}; expected 0, 1, 2 or 3")
     devices = {get_key(block.data, path, "none") for path in _DEVICES}
     fsdp = FSDPConfig(reshard_after_forward=stage == 3, offload_params=bool(devices & {"cpu", "nvme"}))
     lost = list(_approximations(stage, block.data))

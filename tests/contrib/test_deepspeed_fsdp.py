@@ -234,6 +234,8 @@ NUMBERS = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}
             {"fsdp.offload_params": True, "mixed_precision": "bf16", "accumulation.num_steps": 4},
             [],
         ),
+        ({"zero_optimization": {"stage": "3"}}, {}, []),
+        ({"zero_optimization": {"stage": "1"}}, {"fsdp.reshard_after_forward": False}, [GRADIENTS_TOO]),
         (
             {"zero_stage": 2, "offload_optimizer_device": "cpu"},
             {"fsdp.reshard_after_forward": False, "fsdp.offload_params": True},
@@ -245,6 +247,8 @@ NUMBERS = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}
         "optimizer state",
         "gradients too",
         "parameters too, offloaded, in bf16",
+        "parameters too, as text",
+        "optimizer state, as text",
         "half an offload",
     ],
 )
@@ -252,6 +256,12 @@ def test_stages_become_strategies_and_what_fsdp2_has_is_kept(block, options, exp
     config, lost = fsdp_of(block)
     assert config == resolve(explicit={"strategy": "fsdp2", **options}).config
     assert lost == expected_lost
+
+
+@pytest.mark.parametrize("stage", [4, "three", "auto"])
+def test_a_stage_that_is_none_is_refused(stage):
+    with pytest.raises(ConfigError, match=rf"zero_optimization.stage is '?{stage}'?; expected 0, 1, 2 or 3"):
+        fsdp_of({"zero_optimization": {"stage": stage}})
 
 
 def test_what_has_no_counterpart_is_listed():
