@@ -125,7 +125,9 @@ def estimate_command(args: argparse.Namespace) -> None:
     """Print the table, or the plans, for parsed arguments; a CheckpointNotFoundError or ConfigError without a model."""
     if _names_a_job(args):
         _check_effects(args)
-        return _print_plans(_with_defaults(args))
+        args = _with_defaults(args)
+        _check_values(args)
+        return _print_plans(args)
     if given := [f"--{name}" for name in args.of_a_job if name in args]:
         raise ConfigError(
             f"{', '.join(given)}: of {_OF_A_JOB}, and no job is given, without which the model's sizes by dtype are "
@@ -163,6 +165,18 @@ def _check_effects(args: argparse.Namespace) -> None:
 
 def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**{**args.of_a_job, **vars(args)})
+
+
+def _check_values(args: argparse.Namespace) -> None:
+    """Refuse, before a plan is made, numbers that no job has, and files that cannot be written."""
+    for name in ("batch", "sequence", *(name for name, *_ in SPEEDS)):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name} is {value}; give a number above 0")
+    for name in ("picture", "write"):
+        value = getattr(args, name)
+        if value is not None and not (folder := Path(value).parent).is_dir():
+            raise ConfigError(f"--{name} {value} cannot be written: there is no {folder}; name another file")
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:

@@ -35,7 +35,7 @@ from accel_trainer.contrib.ledger import (
     noting_resizes,
     one_document_in_each_row,
 )
-from accel_trainer.errors import ConfigError, did_you_mean
+from accel_trainer.errors import AccelTrainerError, ConfigError, did_you_mean
 from accel_trainer.precision import build_precision, scales_of
 from accel_trainer.registry import load_strategy
 from accel_trainer.runtime.process import ProcessContext, job_set_aside
@@ -230,14 +230,28 @@ def _take_step(
         # Its cache would hold every storage that a tensor is set to.
         mode.cache_enabled = not resolved.config.activation_offload
         _take_memory(model)
-        step = _Step(model, resolved, workload)
-        if facts.builds_engine:
-            step.run_engine(
-                lambda optimizer: strategy.prepare(dataclasses.replace(job, optimizers=[optimizer]), precision, process)
-            )
-        else:
-            step.run(unit or strategy.prepare(job, precision, process))
+        try:
+            step = _Step(model, resolved, workload)
+            if facts.builds_engine:
+                step.run_engine(
+                    lambda own: strategy.prepare(dataclasses.replace(job, optimizers=[own]), precision, process)
+                )
+            else:
+                step.run(unit or strategy.prepare(job, precision, process))
+        except AccelTrainerError:
+            raise
+        except Exception as error:  # of any kind: models and optimizers raise their own
+            raise ConfigError(
+                f"{type(model).__name__} cannot take a step on tensors without values "
+                f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); plans are for models and "
+                "optimizers in which no shape and no branch depends on values"
+            ) from error
     return step
+
+
+def num_rows_of(inputs: Mapping[str, Tensor]) -> int:
+    """Return the rows of a micro-batch: of its first tensor that has some, since a number for all rows may be there."""
+    return next((len(each) for each in inputs.values() if each.ndim), 1)
 
 
 def with_options(resolved: Resolved, **options: Any) -> Resolved:
@@ -306,7 +320,7 @@ class _Step:
         self.module, self.accumulation = module, resolved.config.accumulation
         self.ledger, self.is_on_gpu = Ledger(), workload.is_on_gpu
         self.batch = _build_batch(module, workload)
-        self.num_rows = len(next(iter(self.batch.values())))
+        self.num_rows = num_rows_of(self.batch)
         named = workload.optimizer
         self.optimizer = (
             optimizer_builder(_optimizer_class(named), {"lr": 1e-3}, is_on_gpu=workload.is_on_gpu)
@@ -378,16 +392,9 @@ class _Step:
         micro_batches = [(1, True)] if num_steps == 1 else [(num_steps - 1, each), (1, True)]
         for self.ledger.weight, syncs in micro_batches:
             self.unit.set_gradient_sync(syncs)
-            try:
-                loss = self.compute_loss(self.unit.model, self.batch)
-                self.end_of_forward = self.end_of_forward or len(self.ledger.events)
-                self.unit.backward(loss)
-            except (RuntimeError, AssertionError) as error:
-                raise ConfigError(
-                    f"{type(self.module).__name__} cannot take a step on tensors without values "
-                    f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); plans are for models "
-                    "in which no shape and no branch depends on values"
-                ) from error
+            loss = self.compute_loss(self.unit.model, self.batch)
+            self.end_of_forward = self.end_of_forward or len(self.ledger.events)
+            self.unit.backward(loss)
             del loss
 
     def _average(self, parameters: Iterable[Any]) -> None:

@@ -21,7 +21,15 @@ from accel_trainer import logging
 from accel_trainer.big_models.device_map import convert_file_size_to_int
 from accel_trainer.config import LossImplementation, Resolved
 from accel_trainer.contrib.layouts import MARGIN, cost_of
-from accel_trainer.contrib.planner import Cluster, LayoutPlan, Workload, optimizer_builder, plan_layout, with_options
+from accel_trainer.contrib.planner import (
+    Cluster,
+    LayoutPlan,
+    Workload,
+    num_rows_of,
+    optimizer_builder,
+    plan_layout,
+    with_options,
+)
 from accel_trainer.errors import AccelTrainerError, ConfigError, size_in_words
 from accel_trainer.precision import scales_of
 from accel_trainer.runtime.memory import available_host_bytes
@@ -86,7 +94,7 @@ class PlannedRun:
         self._resolved, self._is_trainer = resolved, is_trainer
         self.limit, self.where = _memory_limit(process, memory)
         inputs = workload.inputs
-        self.rows = workload.batch if inputs is None else len(next(iter(inputs.values())))
+        self.rows = workload.batch if inputs is None else num_rows_of(inputs)
         self.num_steps = resolved.config.accumulation.num_steps
 
     @property
@@ -108,7 +116,9 @@ class PlannedRun:
         resolved = with_options(self._resolved, accumulation=accumulation, **dict(options))
         if inputs is not None:
             inputs = {
-                name: each.new_empty((rows, *each.shape[1:]), device="meta") if len(each) == self.rows else each
+                name: each.new_empty((rows, *each.shape[1:]), device="meta")
+                if each.ndim and len(each) == self.rows
+                else each
                 for name, each in inputs.items()
             }
         workload = dataclasses.replace(self._workload, batch=rows, inputs=inputs)

@@ -326,6 +326,17 @@ def test_layouts_have_shards_over_all_ranks_or_a_machines(llama: str) -> None:
         (["--config", "full_shard"], "needs the number of processes; add --num_processes N"),
         (["--num_processes", "4", "bf16"], "bf16 belongs to no option; the model comes first"),
         (["--num_processes", "4", "--use_fsdp", "--parallel_tp_size", "3"], "makes 3 process.es., and this job has 4"),
+        (["--num_processes", "1", "--optimizer", "LBFGS"], "LlamaForCausalLM cannot take a step .*closure"),
+        (["--num_processes", "1", "--optimizer", "Muon"], r"LlamaForCausalLM cannot take a step .*\(ValueError: Muon"),
+        (["--num_processes", "1", "--batch", "-1"], "--batch is -1; give a number above 0"),
+        (["--num_processes", "1", "--sequence", "0"], "--sequence is 0; give a number above 0"),
+        (["--num_processes", "1", "--ranks_per_node", "0"], "--ranks_per_node is 0; give a number above 0"),
+        (["--num_processes", "1", "--teraflops", "nan"], "--teraflops is nan; give a number above 0"),
+        (["--num_processes", "1", "--picture", "gone/plan.svg"], "plan.svg cannot be written: there is no gone; name"),
+        (
+            ["--num_processes", "1", "--fit", "1GiB", "--global_batch", "1", "--write", "gone/run.yaml"],
+            "--write gone/run.yaml cannot be written: there is no gone; name another file",
+        ),
     ],
 )
 def test_a_job_that_cannot_be_planned_is_refused(llama: str, words: list[str], message: str, capsys: Any) -> None:

@@ -238,3 +238,19 @@ def test_a_loop_plans_its_own_loss(caplog: pytest.LogCaptureFixture):
     assert "this run cannot be planned" in caplog.text
     with pytest.raises(ConfigError, match=r"'loud'. is neither 'refuse' nor 'warn'"):
         accelerator.preflight(model, optimizer, batch, mode="loud")  # type: ignore[arg-type]
+
+
+def test_a_batch_may_have_numbers_beside_its_rows():
+    accelerator = Accelerator(cpu=True)
+    model, batch = nn.Linear(256, 256, bias=False), {"scale": torch.tensor(2.0), "x": torch.ones(1024, 256)}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return (model(batch["x"]) * batch["scale"]).mean()
+
+    found = accelerator.preflight(model, optimizer, batch, compute_loss=loss)
+    assert found is not None
+    assert found.rows == 1024
+    # Refused, with other numbers of rows.
+    with pytest.raises(ConfigError, match=r"rank 0 is planned (?s:.*)the loader's batch_size=512"):
+        accelerator.preflight(model, optimizer, batch, compute_loss=loss, memory=found.peak)
