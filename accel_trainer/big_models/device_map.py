@@ -55,7 +55,7 @@ def convert_file_size_to_int(size: float | str) -> int:
         return int(size)
     found = _SIZE.fullmatch(size)
     if found is None or found[3] and not found[2]:
-        raise ConfigError(f"size {size!r} is no number of bytes; write it like '10GB', '500MiB' or 1000000")
+        raise ConfigError(f"size {size!r} is no number of bytes; write it like '10GB', '500MiB' or '1000000B'")
     number, prefix, is_binary = found.groups()
     unit = (1024 if is_binary else 1000) ** " KMGT".index(prefix.upper() or " ")
     counts_bits = size.rstrip().endswith("b") and not is_binary

@@ -313,7 +313,7 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "and runs both with FSDP2.",
     )
     add_option(parser, "config_file", required=True, metavar="IN", help="the file to rewrite")
-    add_option(parser, "output_file", metavar="OUT", help="YAML file to write; default: IN")
+    add_option(parser, "output_file", metavar="OUT", help="file to write, .json or .yaml; default: IN")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it is there already")
     return as_subcommand(parser, subparsers, "to-fsdp2", to_fsdp2_command)
 
@@ -330,7 +330,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     if not args.overwrite and target.exists():
         raise TakenFileError(f"{target} exists, and is left as it is; give another --output_file, or --overwrite")
     content = convert_config_to_fsdp2(load_config(source))
-    write_config(target, dump_yaml(content), is_new=not args.overwrite)
+    write_config(target, _text(content, target.suffix), is_new=not args.overwrite)
     print(f"{source} -> {target}")
 
 

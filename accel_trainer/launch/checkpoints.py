@@ -18,6 +18,7 @@ from accel_trainer.runtime.cores import usable_cores
 
 _PREFIXES = ("checkpoint_", "checkpoint-")
 """Of `save_state` and of the Trainer."""
+_SHARD_SIZE = "10GB"
 
 
 def run_ckpt(words: Sequence[str]) -> int:
@@ -104,7 +105,7 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="IN", help="a checkpoint, or a directory of sharded weights")
     parser.add_argument("target", type=Path, metavar="OUT", help="the directory to write to")
     parser.add_argument("--unit", type=int, default=0, metavar="N", help="which of several models; default: 0")
-    add_option(parser, "max_shard_size", default="10GB", metavar="SIZE", help="of a file; default: 10GB")
+    add_option(parser, "max_shard_size", default=_SHARD_SIZE, metavar="SIZE", help="of a file; default: 10GB")
     text = "write pytorch_model.bin, a pickle, instead of safetensors"
     add_option(parser, "unsafe_serialization", action="store_true", help=text)
     text = "compare files with their checksums"
@@ -120,6 +121,9 @@ def export(arguments: argparse.Namespace) -> int:
         given |= {"max_shard_size": arguments.max_shard_size, "safe_serialization": not arguments.unsafe_serialization}
         names = export_weights(arguments.source, arguments.target, **given)
     else:
+        options = {"max_shard_size": _SHARD_SIZE, "unsafe_serialization": False}
+        if asked := [f"--{name}" for name, default in options.items() if getattr(arguments, name) != default]:
+            raise ConfigError(f"{', '.join(asked)}: of --format weights, and this is {arguments.format}; leave it out")
         is_sharded = arguments.format == "fsdp-sharded"
         names = export_hf_fsdp(arguments.source, arguments.target, is_sharded=is_sharded, **given)
     size = sum((arguments.target / name).stat().st_size for name in names)

@@ -54,6 +54,7 @@ def blocks(count: int = 3) -> nn.Sequential:
         ("3kib", 3072),
         ("8Mb", 10**6),
         ("7B", 7),
+        ("1000000B", 10**6),
     ],
 )
 def test_a_size_is_a_number_of_bytes(size: float | str, num_bytes: int):
@@ -62,7 +63,7 @@ def test_a_size_is_a_number_of_bytes(size: float | str, num_bytes: int):
 
 @pytest.mark.parametrize("size", ["5MBB", "5k0MB", "-1GB", "10", "", "1IB"])
 def test_what_is_no_size_is_an_error(size: str):
-    with pytest.raises(ConfigError, match="is no number of bytes; write it like '10GB'"):
+    with pytest.raises(ConfigError, match="is no number of bytes; write it like '10GB', '500MiB' or '1000000B'"):
         convert_file_size_to_int(size)
 
 

@@ -154,6 +154,10 @@ def test_exit_codes_lines_and_json_are_a_linters(tmp_path, capsys):
         run_check(["nowhere"])
 
 
+def test_a_mark_of_the_byte_order_is_no_part_of_a_script(tmp_path):
+    assert verdicts(tmp_path, f"\ufeff{SCRIPT}") == verdicts(tmp_path, SCRIPT)
+
+
 def test_a_file_that_is_no_python_is_named(tmp_path):
     assert verdicts(tmp_path, "a = 1\nb = = 2\n") == [(2, "replace", "this is not Python: invalid syntax -> ")]
 

@@ -168,6 +168,9 @@ def test_a_file_for_fsdp1_becomes_one_for_fsdp2_that_runs_alike(
     left_out = [record.message.partition("=")[0] for record in caplog.records]
     assert left_out == ["fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_use_orig_params"]
 
+    assert main(["to-fsdp2", "--config_file", str(old), "--output_file", str(tmp_path / "new.json")]) == 0
+    assert json.loads((tmp_path / "new.json").read_text()) == after.content
+    caplog.clear()
     assert main(["to-fsdp2", "--config_file", str(old), "--overwrite"]) == 0
     assert read_file(old).content == after.content
     assert main(["to-fsdp2", "--config_file", str(old), "--overwrite"]) == 0

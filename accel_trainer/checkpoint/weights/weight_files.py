@@ -70,7 +70,7 @@ def parse_size(size: int | str) -> int:
     unit = text[len(digits) :] or "B"
     try:
         value = int(float(digits) * _UNITS[unit])
-    except (ValueError, KeyError):
+    except (OverflowError, ValueError, KeyError):
         value = 0
     if value <= 0:
         raise ConfigError(f"size {size!r} is not a positive number of bytes; write it like '10GB', '500MiB' or 1000000")

@@ -65,13 +65,13 @@ def check_path(path: Path, *, compat: bool = False) -> Iterator[Finding]:
     """
     if path.is_dir():
         for each in sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file()):
-            text = each.read_text(encoding="utf-8", errors="replace")
+            text = each.read_text(encoding="utf-8-sig", errors="replace")
             if each.suffix in (".py", ".sh") or _IS_CONFIG.search(text):
                 yield from _check_file(each, text, compat=compat)
         return
     if not path.is_file():
         raise ConfigError(f"{path} is not there; check takes scripts, configurations and folders of them")
-    yield from _check_file(path, path.read_text(encoding="utf-8", errors="replace"), compat=compat)
+    yield from _check_file(path, path.read_text(encoding="utf-8-sig", errors="replace"), compat=compat)
 
 
 def _check_file(path: Path, text: str, *, compat: bool) -> list[Finding]:

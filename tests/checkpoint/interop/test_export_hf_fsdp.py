@@ -138,6 +138,13 @@ def test_the_command_line_exports_them(folder: Path, states: list[Any], tmp_path
     for kind, count in (("fsdp-full", 2), ("fsdp-sharded", 4)):
         assert main(["ckpt", "export", str(folder / "state"), str(tmp_path / kind), "--format", kind]) == 0
         assert f"{kind}: {count} file(s), " in capsys.readouterr().out
+    words = ["--format", "fsdp-full", "--max_shard_size", "1B", "--unsafe_serialization"]
+    assert main(["ckpt", "export", str(folder / "state"), str(tmp_path / "more"), *words]) == 2
+    assert (
+        "--max_shard_size, --unsafe_serialization: of --format weights, and this is fsdp-full"
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "more").exists()
 
 
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(folder: Path, states: list[Any], tmp_path: Path):

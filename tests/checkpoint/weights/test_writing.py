@@ -29,7 +29,7 @@ def test_sizes_are_read_with_their_units(text: int | str, expected: int):
     assert parse_size(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "ten GB", "5XB", "-1GB", 0])
+@pytest.mark.parametrize("text", ["", "ten GB", "5XB", "-1GB", "inf", "infGB", 0])
 def test_a_size_that_is_none_is_refused(text: int | str):
     with pytest.raises(ConfigError, match="is not a positive number of bytes; write it like '10GB'"):
         parse_size(text)
