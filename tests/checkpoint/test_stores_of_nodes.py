@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from accel_trainer.checkpoint import object_store
 from accel_trainer.checkpoint.manifest import NODE_KEY, Manifest, NodePart
@@ -32,6 +35,7 @@ from tests.trainer.checkpoint.test_save_on_each_node import (
     straight,
     straight_and_stopped,
 )
+from tests.trainer_jobs import build_trainer
 
 pytestmark = pytest.mark.multirank
 
@@ -223,6 +227,43 @@ def test_nodes_send_the_same_saves_where_one_is_slow(tmp_path: Path) -> None:
     assert store.names() == ["checkpoint_0", "checkpoint_2"]
     for name in store.names():
         store.verify(name)
+
+
+def end_while_a_node_sends(directory: Path) -> int | None:
+    """Train on a node to a signal, which comes while the second one still sends an earlier save."""
+    object_store._POLL_SECONDS = 0.05
+    put = ObjectStore.put
+
+    def slow_put(store: ObjectStore, path: Path, part: NodePart | None = None) -> int:
+        if os.environ["RANK"] == "1" and path.name == "checkpoint-2":
+            time.sleep(2.0)
+        return put(store, path, part)
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3 and os.environ["RANK"] == "0":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    ObjectStore.put = slow_put  # type: ignore[method-assign]
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 50, "save_on_each_node": True}
+    own = directory / f"node{os.environ['RANK']}"
+    own.mkdir()
+    os.chdir(own)
+    trainer = build_trainer("out", strategy="ddp", checkpoint_uri=f"file://{directory}/store", **options)
+    trainer.add_callback(Stop())
+    try:
+        trainer.train()
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def test_what_is_saved_at_a_signal_is_sent_where_a_node_is_still_sending(tmp_path: Path) -> None:
+    assert run_ranks(end_while_a_node_sends, 2, tmp_path, env=on_nodes(2)) == [85, 85]
+    store = ObjectStore(f"file://{tmp_path}/store", "checkpoint-")
+    on_disk = {path.name for path in (tmp_path / "node0" / "out").glob("checkpoint-*")}
+    assert store.names()[-1] == max(on_disk, key=store.number_of) != "checkpoint-2"
+    store.verify(store.names()[-1])
 
 
 def save_beside_another_run(directory: Path, saves: int) -> list[str]:

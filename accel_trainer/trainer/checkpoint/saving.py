@@ -337,6 +337,7 @@ class SavingMethods(_Upstream):
             "%s came: training ends after update %d, and %s. The process ends with exit code %d; start it again with "
             "resume_from_checkpoint=True", signals.name, step, done, PREEMPTED_EXIT_CODE,
         )  # fmt: skip
+        run.checkpointer.finish_uploads()  # one that nodes have left out, too: the disks may go with the machines
         raise PreemptedExit
 
 
