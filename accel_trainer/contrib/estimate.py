@@ -221,15 +221,20 @@ _FLAGS_OF = {"ddp": "--multi_gpu", "fsdp2": "--use_fsdp"}
 _POLICIES = ("off", "selective", "every:2", "full")
 
 
+def _take_machines(args: argparse.Namespace, options: Options) -> None:
+    """Take the ranks of a machine from the configuration, where that says how many machines there are."""
+    resolved, _ = resolve_options(options, os.environ, None)
+    if resolved.is_set("launch.num_machines") and (num_processes := resolved.config.launch.num_processes):
+        args.ranks_per_node = -(-num_processes // resolved.config.launch.num_machines)
+
+
 def _print_plans(args: argparse.Namespace) -> None:
     """Print the plan of the configured layout, or of all; see the arguments' help."""
     from accel_trainer.big_models.device_map import convert_file_size_to_int
 
     limit = None if args.memory is None else convert_file_size_to_int(args.memory)
     options = _layout_options(args)
-    resolved, _ = resolve_options(options, os.environ, None)
-    if resolved.is_set("launch.num_machines") and (num_processes := resolved.config.launch.num_processes):
-        args.ranks_per_node = -(-num_processes // resolved.config.launch.num_machines)
+    _take_machines(args, options)
     if args.fit is not None:
         return _fit_layout(args, options, convert_file_size_to_int(args.fit))
     if args.compare:

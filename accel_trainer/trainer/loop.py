@@ -510,6 +510,15 @@ class EpochRun:
             trainer.decisions.end_epoch(trainer.control)
 
 
+_PLAIN_TRAIN = ("torch.", "transformers.modeling_utils")
+
+
+def plain_modules(model: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the modules of a model that `train()` sets a flag of alone; none where one has a `train` of its own."""
+    modules = tuple(model.modules())
+    return modules if all(type(each).train.__module__.startswith(_PLAIN_TRAIN) for each in modules) else ()
+
+
 # --- a rank that joins the others in the middle -----------------------------------------------------------------------
 
 

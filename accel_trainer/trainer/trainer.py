@@ -51,7 +51,7 @@ from accel_trainer.trainer.checkpoint.resuming import ResumingMethods, begin_pas
 from accel_trainer.trainer.checkpoint.saving import RunCheckpoints, SavingMethods
 from accel_trainer.trainer.diagnostics import Fingerprints, UpdateProfile, explaining_memory
 from accel_trainer.trainer.evaluation import EvaluationPreempted, run_evaluation
-from accel_trainer.trainer.loop import EpochRun, TrainerHandover, WindowReader, take_back
+from accel_trainer.trainer.loop import EpochRun, TrainerHandover, WindowReader, plain_modules, take_back
 from accel_trainer.trainer.loss import (
     LossNormalization,
     count_items,
@@ -90,13 +90,6 @@ if TYPE_CHECKING:
     from accel_trainer.accelerator import Accelerator
 
 _IS_TRAINING = operator.attrgetter("training")
-_PLAIN_TRAIN = ("torch.", "transformers.modeling_utils")
-
-
-def _plain_modules(model: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the modules of a model that `train()` sets a flag of alone; none where one has a `train` of its own."""
-    modules = tuple(model.modules())
-    return modules if all(type(each).train.__module__.startswith(_PLAIN_TRAIN) for each in modules) else ()
 
 
 class Trainer(ResumingMethods, transformers.Trainer):
@@ -465,7 +458,7 @@ class Trainer(ResumingMethods, transformers.Trainer):
             step=trained + num_before - 1,
             is_resumed=is_resumed,
         )
-        self._modules = _plain_modules(model)
+        self._modules = plain_modules(model)
         guard = self.accelerator.nonfinite_guard
         with nullcontext() if guard is None else setting(guard, roll_back=take_back):
             try:

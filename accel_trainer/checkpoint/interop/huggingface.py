@@ -117,6 +117,20 @@ _OF_MODELS = ("model", "state_dict", "module")
 _OF_OPTIMIZERS = {"optimizer", "optim", "state", "param_groups"}
 
 
+def _without_optimizers(directory: Path, paths: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the paths of tensors that lie below no key; those below an optimizer's are left out."""
+    outer = {path[0] for path in paths.values() if len(path) > 1 and not str(path[0]).endswith("_extra_state")}
+    if unknown := sorted(map(str, outer - _OF_OPTIMIZERS)):
+        raise IncompatibleCheckpointError(
+            f"{directory} holds tensors below {unknown}, of which none says that a model's are there; save the "
+            "model's state dict alone, or below 'model'"
+        )
+    own = {name: path for name, path in paths.items() if path[0] not in outer}
+    if outer and not own:
+        raise CheckpointNotFoundError(f"{directory} holds an optimizer's state and no weights; give the model's")
+    return own
+
+
 def _dcp_weights(directory: Path) -> TensorReader:
     """Return a model's tensors: those below the outermost key "model", "state_dict" or "module", else all.
 
@@ -128,15 +142,7 @@ def _dcp_weights(directory: Path) -> TensorReader:
     roots = {path[: n + 1] for path in paths.values() for n, key in enumerate(path[:-1]) if key in _OF_MODELS}
     root = min(roots, key=lambda each: (len(each), _OF_MODELS.index(each[-1])), default=())
     if not root:
-        outer = {path[0] for path in paths.values() if len(path) > 1 and not str(path[0]).endswith("_extra_state")}
-        if unknown := sorted(map(str, outer - _OF_OPTIMIZERS)):
-            raise IncompatibleCheckpointError(
-                f"{directory} holds tensors below {unknown}, of which none says that a model's are there; save the "
-                "model's state dict alone, or below 'model'"
-            )
-        paths = {name: path for name, path in paths.items() if path[0] not in outer}
-        if outer and not paths:
-            raise CheckpointNotFoundError(f"{directory} holds an optimizer's state and no weights; give the model's")
+        paths = _without_optimizers(directory, paths)
     prefix = ".".join(map(str, (*root, "")))
     stored.tensors = {
         name.removeprefix(prefix): stored.tensors[name] for name, path in paths.items() if path[: len(root)] == root
