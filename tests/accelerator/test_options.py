@@ -326,13 +326,16 @@ FSDP1_REFUSED = {
 }
 
 
+FULL_SHARD = {"reshard_after_forward": True, "replicate_per_node": False}
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"sharding_strategy": "FULL_SHARD"}, {"reshard_after_forward": True}),
-        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {"reshard_after_forward": False}),
-        ({"sharding_strategy": "hybrid_shard"}, {"reshard_after_forward": True, "replicate_per_node": True}),
-        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": True}, {"reshard_after_forward": True}),
+        ({"sharding_strategy": "FULL_SHARD"}, FULL_SHARD),
+        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {**FULL_SHARD, "reshard_after_forward": False}),
+        ({"sharding_strategy": "hybrid_shard"}, {**FULL_SHARD, "replicate_per_node": True}),
+        ({"sharding_strategy": "FULL_SHARD", "reshard_after_forward": True}, FULL_SHARD),
         ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, {"backward_prefetch": True}),
         ({"backward_prefetch": "NO_PREFETCH"}, {"backward_prefetch": False}),
         ({"state_dict_type": StateDictType.SHARDED_STATE_DICT}, {"state_dict_type": "sharded"}),
