@@ -186,8 +186,6 @@ class Checkpointer:
             OSError, CheckpointLockedError: an upload has failed since the save before. This one is written.
         """
         begin = time.perf_counter()
-        if self._store is not None and job.name is None:
-            self._open_store(self._store).refuse_source(job.directory)
         sends = self._check_uploads(job)
         if self.background is not None and not self.background.wait_for_turn(job.policy):
             return None
@@ -267,6 +265,8 @@ class Checkpointer:
         if self._lock is not None and self._lock.path.parent == directory.absolute():
             return
         self.release_directory()
+        if self._store is not None:
+            self._open_store(self._store).refuse_source(directory)
         self._lock = DirectoryLock.take(directory / LOCK_NAME)
         # A Checkpointer that is dropped without `close` gives the directory back, too.
         self._release_lock = weakref.finalize(self, self._lock.release)

@@ -250,9 +250,10 @@ class Trainer(ResumingMethods, transformers.Trainer):
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> DataLoader:
         name = {"Training": "train_dataset", "Evaluation": "eval_dataset"}.get(description, "test_dataset")
         check_dataset(dataset, name)
-        collator, drops = unpacked_collator(self), False
         if name == "train_dataset":
             (dataset, collator), drops = packed_for_training(self, dataset), self.args.dataloader_drop_last
+        else:
+            collator, drops = unpacked_collator(self), False
         # Whatever is evaluated or predicted counts, also where updates are to have equally many samples.
         with setting(self.args, dataloader_drop_last=drops), setting(self, data_collator=collator):
             return super()._get_dataloader(dataset, description, *args, **kwargs)
