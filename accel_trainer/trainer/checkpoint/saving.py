@@ -277,10 +277,8 @@ class SavingMethods(_Upstream):
         # Neither `state.log_history` nor what train() returns has them: both are compared with those of another run
         # (upstream's check_trainer_state_are_the_same), and checkpoints hold the history.
         metrics: dict[str, float] = {}
-        if "loss" in logs:
+        if "loss" in logs or "train_runtime" in logs:  # upstream adds one to others, where it counts tokens
             metrics = self.run_checkpoints.metrics.take()
-        elif "train_runtime" in logs:  # upstream adds one to others, where it counts tokens
-            metrics = self.run_checkpoints.metrics.finish(self.state.global_step)
         place, shown = len(self.state.log_history), logs | metrics
         super().log(shown, start_time)
         for name in metrics:
@@ -522,8 +520,8 @@ class RunMetrics(CheckpointMetrics):
         unlogged, self._unlogged = self._unlogged, []
         return {name: round(self.values[name], 4) for name in dict.fromkeys(unlogged)}
 
-    def finish(self, last_update: int) -> dict[str, float]:
-        """Return all metrics, with the share of the time that went into updates nobody had done before.
+    def finish(self, last_update: int) -> None:
+        """Have all metrics logged once more, with the share of the time that went into updates nobody had done before.
 
         None of a run that neither saved nor resumed. It ends with `last_update`.
         """
@@ -531,9 +529,8 @@ class RunMetrics(CheckpointMetrics):
             wall = max(time.perf_counter() - self._begin, 1e-9)
             num_updates = last_update - (last_update if self.begun_at is None else self.begun_at)
             again = min(self.values.get("lost_steps", 0.0) / max(num_updates, 1), 1.0)
-            self.values.setdefault("goodput", max(wall - self.stalled_seconds, 0.0) * (1.0 - again) / wall)
+            self.values["goodput"] = max(wall - self.stalled_seconds, 0.0) * (1.0 - again) / wall
             self._unlogged = list(self.values)
-        return self.take()
 
 
 class RunCheckpoints:

@@ -112,8 +112,11 @@ def test_goodput_is_the_share_of_the_time_in_new_updates(monkeypatch):
     assert run.take() == {}
     # 5 of 10 seconds were no training, and 2 of 10 updates nothing new.
     run.begun_at = 20
-    assert run.finish(last_update=30)["goodput"] == pytest.approx(0.4)
-    assert RunMetrics().finish(last_update=10) == {}
+    run.finish(last_update=30)
+    assert run.take()["goodput"] == pytest.approx(0.4)
+    unsaved = RunMetrics()
+    unsaved.finish(last_update=10)
+    assert unsaved.take() == {}
 
 
 def without_manifest(run_dir: Path) -> None:
