@@ -207,6 +207,7 @@ class AcceleratedOptimizer(Optimizer):
         if self.lost_ranks is not None:
             self.lost_ranks.note_update()
         for prepared in self.prepared:
+            prepared.took_backward = True  # also where none was seen to reach the model: it may be dropped now
             unit = prepared.unit
             if unit.backward_updates is not None:
                 unit.backward_updates.end_update()

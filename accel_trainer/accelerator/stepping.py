@@ -24,7 +24,7 @@ from accel_trainer.plugins.kwargs import AutocastKwargs
 from accel_trainer.runtime.own_watch import raise_if_theirs
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import TrainUnit
-from accel_trainer.strategies.gradients import has_any, leaves_of
+from accel_trainer.strategies.gradients import leaves_of
 
 logger = logging.get_logger(__name__)
 
@@ -221,9 +221,10 @@ class AcceleratorStepping(AcceleratorSettings):
         loss = self._weigh(leading, loss, in_window)
         if self.nonfinite_guard is not None:
             self.nonfinite_guard.add_loss(loss, kwargs)
+        reached = _reached(units, loss)
         if self._exchange(leading, loss, in_window, kwargs):
             for prepared in units:
-                prepared.take_backward(in_window)
+                prepared.take_backward(in_window and prepared in reached)
 
     def _exchange(self, leading: PreparedUnit, loss: Tensor, in_window: bool, kwargs: dict[str, Any]) -> bool:
         """Run the backward; return False where a rank is lost in it, and the update begins again."""
@@ -253,7 +254,7 @@ class AcceleratorStepping(AcceleratorSettings):
         if len(trained) < 2 or not self.strategy.capabilities.builds_engine:
             return trained[:1]
         reached = leaves_of(loss)
-        found = [prepared for prepared in trained if has_any(prepared.unit.module, reached)]
+        found = [prepared for prepared in trained if prepared.unit.has_any(reached)]
         if len(found) == 1:
             return found
         names = ", ".join(type(prepared.unit.module).__name__ for prepared in found or trained)
@@ -437,3 +438,12 @@ class AcceleratorStepping(AcceleratorSettings):
             return
         for each in [optimizer] if isinstance(optimizer, Optimizer) else optimizer:
             self._prepared.get(each).unit.unscale_gradients(getattr(each, "optimizer", each))
+
+
+def _reached(units: list[PreparedUnit], loss: Tensor) -> list[PreparedUnit]:
+    """Return those of several units that a backward of `loss` adds gradients to; all where none is found."""
+    # Models may take turns in a micro-batch: with a loss of one, the other has not had its last backward.
+    if len(units) < 2 or units[0].window.num_steps == 1:
+        return units
+    leaves = leaves_of(loss)
+    return [prepared for prepared in units if prepared.unit.has_any(leaves)] or units

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -138,15 +138,24 @@ def watch_units(
     that have no gradient on this rank.
     """
     for name, unit in units:
-        read = find(unit, "torch.distributed.fsdp.FSDPModule._get_fsdp_state")
-        state = None if read is None else read()
-        for group in getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)]):  # 2.11 has one
-            if group is None:
-                continue
+        for group in _groups_of(unit):
             if hasattr(group, "pre_forward") and hasattr(group, "post_backward"):
                 _watch_unit(group, name, on_gather, on_reduce)
             else:
                 say_missing(FSDP_UNIT)
+
+
+def has_gathered(units: Iterable[Any], leaves: Set[int]) -> bool:
+    """Return whether there are gathered parameters of units of FSDP2 among tensors, which are given by their ids."""
+    shards = (shard for unit in units for group in _groups_of(unit) for shard in group.fsdp_params)
+    return any(id(getattr(shard, "_unsharded_param", None)) in leaves for shard in shards)
+
+
+def _groups_of(unit: Any) -> list[Any]:
+    read = find(unit, "torch.distributed.fsdp.FSDPModule._get_fsdp_state")
+    state = None if read is None else read()
+    groups = getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])  # 2.11 has one
+    return [group for group in groups if group is not None]
 
 
 def _watch_unit(group: Any, name: str, on_gather: Callable[[str], None], on_reduce: Callable[..., None]) -> None:

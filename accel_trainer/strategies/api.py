@@ -16,7 +16,7 @@ windows of all have ended. Its state is saved with the units: each saves that of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -32,7 +32,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.precision import PrecisionPolicy
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.comm_hooks import CommHook
-from accel_trainer.strategies.gradients import LossScale
+from accel_trainer.strategies.gradients import LossScale, has_any
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.strategies.parameter_state.base_io import CheckpointIO
 from accel_trainer.techniques.backward_updates import BackwardUpdates
@@ -176,6 +176,10 @@ class TrainUnit(Protocol):
     def known_parameters(self) -> dict[int, nn.Parameter]:
         """Return the module's parameters by the id of every tensor that stands for one, replaced ones included."""
         return {id(parameter): parameter for parameter in self.module.parameters()}
+
+    def has_any(self, leaves: Set[int]) -> bool:
+        """Return whether a backward adds gradients to the module's parameters; `leaves_of` its loss has found where."""
+        return has_any(self.module, leaves)
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Set whether the next backward exchanges gradients. Called before the forward of a micro-batch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -60,6 +61,49 @@ def adversaries(strategy: str) -> list[float]:
 def test_two_models_that_train_against_each_other_are_those_of_one_process(strategy: str) -> None:
     [alone] = run_ranks(adversaries, 1, "single")
     assert run_ranks(adversaries, 2, strategy)[0] == pytest.approx(alone, rel=1e-5)
+
+
+def windows_by_turns(strategy: str, zeroes_first: bool) -> list[float]:
+    """Train two models in the windows of both, one after the other; "plain" is the plain loop of one process."""
+    accelerator = None if strategy == "plain" else begin(strategy)
+    models: list[Any] = [build(), build(1)]
+    optimizers: list[Any] = [torch.optim.AdamW(model.parameters(), lr=0.02) for model in models]
+    if accelerator is not None:
+        accelerator.gradient_accumulation_steps = 2
+        *models, optimizers[0], optimizers[1] = accelerator.prepare(*models, *optimizers)
+    losses = []
+    for step in range(6):
+        rows = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(step))
+        with nullcontext() if accelerator is None else accelerator.accumulate():
+            for index, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                if accelerator is None:
+                    loss = (model(rows) - index).square().mean()
+                    (loss / 2).backward()
+                    if step % 2:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    losses.append(loss.item())
+                    continue
+                if zeroes_first:
+                    optimizer.zero_grad()
+                loss = (model(own_rows(accelerator, step)) - index).square().mean()
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                if not zeroes_first:
+                    optimizer.zero_grad()
+                losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses
+
+
+@pytest.mark.parametrize("zeroes_first", [True, False])
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+def test_models_that_take_turns_in_a_micro_batch_keep_their_gradients(
+    strategy: str, num_ranks: int, zeroes_first: bool
+) -> None:
+    [alone] = run_ranks(windows_by_turns, 1, "plain", zeroes_first)
+    assert run_ranks(windows_by_turns, num_ranks, strategy, zeroes_first)[0] == pytest.approx(alone, rel=1e-5)
 
 
 def two_losses_of_one_forward(strategy: str) -> list[float]:

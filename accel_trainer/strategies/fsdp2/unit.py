@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from accel_trainer.errors import ConfigError, RankLostError
 from accel_trainer.precision import convert_to_fp32
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_order import SharedOrder
-from accel_trainer.runtime.torch_engines import regroup_units, watch_units, why_not_regrouped
+from accel_trainer.runtime.torch_engines import has_gathered, regroup_units, watch_units, why_not_regrouped
 from accel_trainer.runtime.torch_private import foreach_copy_, queue_callback
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO, HeldGradients
@@ -132,6 +132,10 @@ class FSDP2Unit(NativeUnit):
         self._unsharded.forget()
         if self._order is not None:
             self._order.forget()
+
+    def has_any(self, leaves: Set[int]) -> bool:
+        """Return whether a backward adds gradients to parameters, or to what the forward has gathered for them."""
+        return super().has_any(leaves) or has_gathered(self._sharded_modules(), leaves)
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Reduce and scatter gradients in the next backward, or keep them unsharded on this rank."""
