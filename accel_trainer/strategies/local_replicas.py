@@ -151,6 +151,8 @@ class LocalReplicas:
     def abandon(self) -> None:
         """End the local updates of this rank where it has failed: the replicas stay apart. Not collective."""
         self.is_open = False
+        if not self.is_apart:
+            self.num_steps = 0  # the updates that were to exchange gradients were those of this block
 
     def require_open(self) -> None:
         """Refuse an update of replicas that are apart, and that nobody is going to bring together again."""
@@ -228,7 +230,7 @@ class LocalReplicas:
         Tensors of numbers become their mean over the ranks. Whatever else differs becomes rank 0's: the state of an
         optimizer that keeps integers, or that some ranks have and others not.
         """
-        self.is_open = False
+        self.abandon()
         if not self.is_apart:
             return  # no update of their own yet
         self.average_weights()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -374,8 +375,27 @@ def count_updates() -> None:
     assert (exchanges, block.num_steps) == ([4, 8], 4)
 
 
+def leave_early() -> None:
+    """Blocks that are left before the replicas have parted delay no other one, and go on where they are entered."""
+    accelerator, model, optimizer, loader = prepare()
+    late = [LocalSGD(accelerator, model, 1000, begin_after=4) for _ in range(2)]
+    for block, error in zip(late, (None, KeyError("no collective follows")), strict=True):
+        with nullcontext() if error is None else pytest.raises(KeyError), block:
+            train(block, accelerator, model, optimizer, loader, stop=3)
+            if error is not None:
+                raise error
+        with LocalSGD(accelerator, model, 1000) as another:
+            assert another._replicas.is_apart
+    for block in late:
+        with block:
+            train(block, accelerator, model, optimizer, loader, stop=4)
+            assert block._replicas.is_apart
+
+
 @pytest.mark.multirank
-@pytest.mark.parametrize("job", [what_is_refused, fail_in_block, count_updates], ids=lambda job: job.__name__)
+@pytest.mark.parametrize(
+    "job", [what_is_refused, fail_in_block, count_updates, leave_early], ids=lambda job: job.__name__
+)
 def test_replicas_that_cannot_be_apart_are_refused_and_errors_or_micro_batches_exchange_nothing(job: Any) -> None:
     run_ranks(job, 2)
 
