@@ -144,7 +144,10 @@ def tracker_names() -> tuple[str, ...]:
 
 
 def _is_missing(name: str) -> bool:
-    return name in _EXTRAS and name not in TRACKER_CLASSES and importlib.util.find_spec(name) is None
+    if name not in _EXTRAS or name in TRACKER_CLASSES:
+        return False
+    # A folder of that name, as wandb leaves one beside a script, is found too; it has no file.
+    return getattr(importlib.util.find_spec(name), "origin", None) is None
 
 
 def installed_trackers() -> tuple[str, ...]:
