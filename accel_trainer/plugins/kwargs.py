@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -188,7 +188,10 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool | None = None
     with_modules: bool | None = None
     output_trace_dir: str | Path | None = None
-    """Where each rank writes `profile_{rank}.json`, the n-th cycle of a schedule `profile_{rank}_{n}.json`."""
+    """Where each rank writes `profile_{rank}.json`, and the n-th trace after it, of another cycle of a schedule or of
+    another block, `profile_{rank}_{n}.json`."""
+
+    _num_traces = 0  # not annotated: it is no option
 
     def objects(self) -> dict[str, Any]:
         """Return itself, for `accelerator.profile()`."""
@@ -203,8 +206,16 @@ class ProfileKwargs(KwargsHandler):
         if "schedule_option" in options:
             options["schedule"] = _schedule(options.pop("schedule_option"))
         if folder is not None:
-            options["on_trace_ready"] = _trace_writer(Path(folder), rank, self.on_trace_ready)
+            options["on_trace_ready"] = partial(self._write, Path(folder), rank)
         return profiler.profile(**options)
+
+    def _write(self, folder: Path, rank: int, trace: profiler.profile) -> None:
+        """Write a complete trace to a file of its own, then call the user's callback."""
+        folder.mkdir(parents=True, exist_ok=True)
+        number, self._num_traces = self._num_traces, self._num_traces + 1
+        trace.export_chrome_trace(str(folder / f"profile_{rank}{f'_{number}' if number else ''}.json"))
+        if self.on_trace_ready is not None:
+            self.on_trace_ready(trace)
 
 
 def _activity(name: str) -> profiler.ProfilerActivity:
@@ -225,22 +236,6 @@ def _schedule(options: dict[str, int]) -> Callable[[int], profiler.ProfilerActio
             f"ProfileKwargs(schedule_option={options}): torch.profiler.schedule does not take it ({error}); give wait, "
             "warmup and active, and repeat or skip_first where needed"
         ) from error
-
-
-def _trace_writer(
-    folder: Path, rank: int, callback: Callable[[profiler.profile], None] | None
-) -> Callable[[profiler.profile], None]:
-    """Return the function that writes each complete trace to a file of its own, then calls the user's callback."""
-    cycles = itertools.count()
-
-    def write(trace: profiler.profile) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        cycle = next(cycles)
-        trace.export_chrome_trace(str(folder / f"profile_{rank}{f'_{cycle}' if cycle else ''}.json"))
-        if callback is not None:
-            callback(trace)
-
-    return write
 
 
 @dataclass

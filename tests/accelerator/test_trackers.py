@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import json
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from accel_trainer import Accelerator, ProfileKwargs, ProjectConfiguration, registry
 from accel_trainer.errors import ConfigError, MissingExtraError
-from accel_trainer.tracking import GeneralTracker
+from accel_trainer.tracking import GeneralTracker, get_available_trackers
 from tests.ranks import RankFailure, preload, run_ranks
 
 preload("accel_trainer.accelerator")
@@ -261,6 +262,15 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_folder_that_a_package_has_left_is_no_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "wandb").mkdir()  # of earlier runs, beside the script
+    spec = importlib.machinery.PathFinder.find_spec("wandb", [str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: spec)
+    assert "wandb" not in get_available_trackers()
+    with pytest.raises(MissingExtraError, match="needs the package 'wandb', which is not installed"):
+        Accelerator(cpu=True, log_with="wandb")
+
+
 @pytest.mark.parametrize("others", [[], ["all"]])
 @pytest.mark.parametrize("name", ["mlflow", "tensorboard", "trackio", "wandb"])
 def test_a_missing_package_names_its_extra(name: str, others: list[str], nothing_installed: None, tmp_path: Path):
@@ -282,9 +292,8 @@ def test_all_without_any_package_warns_and_the_run_goes_on(
 
 
 def test_all_is_what_is_installed_and_has_a_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name in ("wandb", "mlflow") else object()
-    )
+    found = importlib.util.find_spec("pytest")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in ("wandb", "mlflow") else found)
     accelerator = Accelerator(cpu=True, log_with="ALL", project_config=ProjectConfiguration(logging_dir=tmp_path))
     assert [tracker.name for tracker in accelerator.log_with] == ["tensorboard", "trackio"]
     assert [tracker.name for tracker in Accelerator(cpu=True, log_with="all").log_with] == ["trackio"]
@@ -366,6 +375,19 @@ def profile_on_ranks(folder: str) -> list[str]:
 def test_each_rank_writes_a_trace_and_all_are_there_at_the_end(tmp_path: Path):
     assert run_ranks(profile_on_ranks, 2, str(tmp_path)) == [["profile_0.json", "profile_1.json"]] * 2
     assert json.loads((tmp_path / "profile_1.json").read_text())["traceEvents"]
+
+
+def test_a_second_profile_leaves_the_trace_of_the_first(tmp_path: Path):
+    handler = ProfileKwargs(activities=["cpu"], output_trace_dir=tmp_path)
+    accelerator, before = Accelerator(cpu=True, kwargs_handlers=[handler]), handler.to_dict()
+    for name in ("train", "evaluate"):
+        with accelerator.profile(), torch.profiler.record_function(name):
+            torch.ones(8) @ torch.ones(8)
+    assert ['"train"' in (tmp_path / name).read_text() for name in ("profile_0.json", "profile_0_1.json")] == [
+        True,
+        False,
+    ]
+    assert (handler.to_dict(), handler.given()) == (before, {"activities": ["cpu"], "output_trace_dir": tmp_path})
 
 
 def test_a_profile_may_have_options_of_its_own(tmp_path: Path):
