@@ -52,6 +52,7 @@ from accel_trainer.runtime.process import current_process, init_process, read_en
 from accel_trainer.runtime.rng import check_rng_types, share_streams
 from accel_trainer.runtime.slow_ranks import SlowRanks
 from accel_trainer.strategies.gradients import LossScale
+from accel_trainer.strategies.local_replicas import OuterOptimizer
 from accel_trainer.techniques.meters import StepMeters
 from accel_trainer.unsupported import explain_options
 
@@ -301,6 +302,10 @@ class Accelerator(
     def free_memory(self, *objects: Any) -> tuple[None, ...]:
         """Release everything prepared; return a None for each object. Collective: an engine is taken off its model."""
         self._prepared.clear()
+        # Those of DiLoCo hold copies of the weights, and the next model's registers under the same name.
+        self._registered.objects = {
+            name: each for name, each in self._registered.objects.items() if not isinstance(each, OuterOptimizer)
+        }
         if self.meters is not None:
             self.meters.reset()
         if self.device.type != "cpu":

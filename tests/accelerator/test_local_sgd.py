@@ -443,3 +443,13 @@ def blocks_by_epoch(directory: Path) -> list[Any]:
 @pytest.mark.multirank
 def test_blocks_of_several_epochs_have_one_outer_optimizer(tmp_path: Path) -> None:
     assert run_ranks(blocks_by_epoch, 2, tmp_path) == [["OuterOptimizer"]] * 2
+
+
+def test_free_memory_forgets_the_outer_optimizer() -> None:
+    accelerator = Accelerator(cpu=True)
+    for width in (2, 3):
+        accelerator.free_memory()
+        model = nn.Linear(width, 1)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        LocalSGD(accelerator, model, ROUND, outer_optimizer=outer_optimizer)
+    assert list(accelerator._registered.objects) == ["OuterOptimizer"]
