@@ -62,7 +62,10 @@ class GeneralTracker(ABC):
     def __init__(self, project_name: str = "", logging_dir: str | Path | None = None, /, **kwargs: Any) -> None:
         """Keep the name of the run, where its files go, and this entry of `init_kwargs`; `start` opens the run."""
         self.project_name = project_name
-        self.logging_dir = None if logging_dir is None else Path(logging_dir)
+        # Path("gs://bucket") would be the folder "gs:/bucket" of this machine.
+        is_address = isinstance(logging_dir, str) and "://" in logging_dir
+        self.logging_dir = logging_dir if logging_dir is None or is_address else Path(logging_dir)
+        """A Path; an address such as gs://bucket/logs stays a text."""
         self.kwargs = kwargs
 
     @property
@@ -186,7 +189,7 @@ def _mask(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_mask, value))
     if _has_options(value):
-        return mask_secrets(vars(value))
+        return mask_secrets(_options_of(value))
     return redact(value) if type(value) is str else value
 
 
@@ -195,13 +198,19 @@ def _has_options(value: Any) -> bool:
     return isinstance(value, argparse.Namespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
 
 
+def _options_of(value: Any) -> dict[str, Any]:
+    """Return a script's arguments by name; a dataclass may have some of them in slots."""
+    names = [each.name for each in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    return {**getattr(value, "__dict__", {}), **{name: getattr(value, name) for name in names if hasattr(value, name)}}
+
+
 def secrets_of(values: Mapping[str, Any]) -> set[str]:
     """Return the texts that `mask_secrets` hides."""
     found: set[str] = set()
     for key, value in values.items():
         for each in value if isinstance(value, list | tuple) else [value]:
             if isinstance(each, Mapping) or _has_options(each):
-                found |= secrets_of(each if isinstance(each, Mapping) else vars(each))
+                found |= secrets_of(each if isinstance(each, Mapping) else _options_of(each))
             elif isinstance(each, str) and each and is_secret(str(key)):
                 found.add(each)
     return found

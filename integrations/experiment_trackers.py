@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import math
+import os
 import re
 from itertools import islice
 from pathlib import Path
@@ -62,7 +64,7 @@ class TensorBoardTracker(_NamedTracker):
                 "tracker 'tensorboard' has no logging_dir for its file; make it with TensorBoardTracker(run_name, "
                 "logging_dir), or give log_with='tensorboard' and Accelerator(project_dir=...)"
             )
-        self.run = SummaryWriter(str(self.logging_dir / self.project_name), **self.kwargs)
+        self.run = SummaryWriter(os.path.join(self.logging_dir, self.project_name), **self.kwargs)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Show the hyperparameters; other values than numbers, texts and booleans as text."""
@@ -75,12 +77,14 @@ class TensorBoardTracker(_NamedTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write numbers, texts, and dicts as scalars in one chart; a ConfigError for others, after the rest."""
-        unknown = {}
+        unknown: dict[str, str] = {}
         for key, value in values.items():
             if isinstance(value, str):
                 self.run.add_text(key, value, global_step=step, **kwargs)
             elif isinstance(value, dict):
-                self.run.add_scalars(key, value, global_step=step, **kwargs)
+                numbers = {name: number for name, number in value.items() if _is_number(number)}
+                self.run.add_scalars(key, numbers, global_step=step, **kwargs)
+                unknown |= {f"{key}/{name}": type(value[name]).__name__ for name in value if name not in numbers}
             elif isinstance(value, bool | int | float):
                 self.run.add_scalar(key, value, global_step=step, **kwargs)
             else:
@@ -98,6 +102,13 @@ class TensorBoardTracker(_NamedTracker):
     def finish(self) -> None:
         """Close the event file."""
         self.run.close()
+
+
+def _is_number(value: Any) -> bool:
+    """Whether TensorBoard takes a value of a dict: a number, NumPy's too, or a tensor of one element."""
+    if hasattr(value, "item"):
+        return math.prod(value.shape) == 1 and not isinstance(value, str)
+    return isinstance(value, bool | int | float)
 
 
 class _RunTracker(_NamedTracker):
@@ -131,9 +142,14 @@ class WandBTracker(_RunTracker):
     name = "wandb"
 
     def start(self) -> None:
-        """Open the run; its files go below the logging directory, where there is one."""
+        """Open the run; its files go below the logging directory, where there is one. A ConfigError for an address."""
         options: dict[str, Any] = {"project": self.project_name}
-        if self.logging_dir is not None:
+        if self.logging_dir is not None and "dir" not in self.kwargs:
+            if isinstance(self.logging_dir, str):
+                raise ConfigError(
+                    f"tracker 'wandb' keeps its files in a folder, and logging_dir={self.logging_dir!r} is an address; "
+                    'give a folder, or init_kwargs={"wandb": {"dir": ...}}'
+                )
             self.logging_dir.mkdir(parents=True, exist_ok=True)
             options["dir"] = str(self.logging_dir)
         self.run = self._library.init(**{**options, **self.kwargs})

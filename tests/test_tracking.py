@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -64,6 +65,29 @@ def test_values_of_secret_keys_are_masked(key: str):
     assert secrets_of(values) == {"s3cret"}
     assert mask_secrets({"args": argparse.Namespace(**values)}) == {"args": mask_secrets(values)}
     assert secrets_of({"args": argparse.Namespace(**values)}) == {"s3cret"}
+
+
+@dataclass
+class Base:
+    lr: float = 0.1
+
+
+@dataclass(slots=True)
+class Slotted:
+    hub_token: str = "s3cret"
+
+
+@dataclass(slots=True)
+class Both(Base):
+    hub_token: str = "s3cret"
+
+
+@pytest.mark.parametrize("options", [Slotted(), Both()])
+def test_a_dataclass_may_have_its_options_in_slots(options: Any):
+    assert mask_secrets({"args": options})["args"] == {"hub_token": "***"} | (
+        {"lr": 0.1} if type(options) is Both else {}
+    )
+    assert secrets_of({"args": options}) == {"s3cret"}
 
 
 def test_other_values_stay_and_a_secret_that_is_not_set():

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from accel_trainer import Accelerator
+from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.errors import ConfigError
+from accel_trainer.integrations.experiment_trackers import WandBTracker
 from accel_trainer.tracking import TensorBoardTracker
 
 CONFIG = {"lr": 0.1, "name": "tiny", "layers": [1, 2], "optimizer": {"betas": 0.9}, "hub_token": "hf_secret"}
@@ -38,15 +39,20 @@ def test_tensorboard(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     tracker = accelerator.get_tracker("tensorboard")
     accelerator.log({"note": "half time", "losses": {"train": 1.0, "valid": 2.0}}, step=3)
     tracker.log_images(IMAGES, step=3)
-    accelerator.log({"fine": 1.0, "odd": object()}, step=4)
+    losses = {"train": torch.tensor(0.5), "best": None, "valid": np.float32(0.25), "name": "a"}
+    accelerator.log({"losses": losses, "fine": 1.0, "odd": object()}, step=4)
     assert accelerator.get_tracker("tensorboard", unwrap=True) is tracker.writer
     accelerator.end_training()
     events = EventAccumulator(str(tmp_path / "project")).Reload()
     assert [(event.step, round(event.value, 3)) for event in events.Scalars("loss")] == [(0, 1.0), (1, 0.5), (2, 0.333)]
     assert "fine" in events.Tags()["scalars"]
     assert any(
-        "TensorBoard shows numbers, texts and dicts of numbers, and got {'odd': 'object'}" in m for m in caplog.messages
+        "TensorBoard shows numbers, texts and dicts of numbers, and got {'losses/best': 'NoneType', "
+        "'losses/name': 'str', 'odd': 'object'}" in m
+        for m in caplog.messages
     )
+    charts = (EventAccumulator(str(tmp_path / "project" / f"losses_{name}")).Reload() for name in ("train", "valid"))
+    assert [[event.value for event in chart.Scalars("losses")] for chart in charts] == [[1.0, 0.5], [2.0, 0.25]]
     assert len(events.Images("digits")) + len(events.Tags()["images"]) > 0
     assert [path.name for path in tmp_path.iterdir()] == ["project"]
     assert b"hf_secret" not in contents(tmp_path)
@@ -73,6 +79,23 @@ def test_tensorboard_without_a_directory_is_an_error():
     accelerator = Accelerator(cpu=True, log_with=TensorBoardTracker("mine"))
     with pytest.raises(ConfigError, match=r"tracker 'tensorboard' has no logging_dir.*TensorBoardTracker\(run_name"):
         accelerator.init_trackers("project")
+
+
+def test_the_files_of_trackers_go_to_an_address(tmp_path: Path):
+    pytest.importorskip("tensorboard")
+    project = ProjectConfiguration(logging_dir=(tmp_path / "logs").as_uri())
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_config=project)
+    writer = TensorBoardTracker("mine", project.logging_dir)
+    accelerator.init_trackers("project")
+    directory = accelerator.get_tracker("tensorboard", unwrap=True).log_dir
+    assert (directory, writer.logging_dir) == (f"{project.logging_dir}/project", project.logging_dir)
+    accelerator.end_training()
+
+
+def test_wandb_keeps_no_files_at_an_address():
+    tracker = WandBTracker("project", "gs://bucket/logs")
+    with pytest.raises(ConfigError, match=r"tracker 'wandb' .* logging_dir='gs://bucket/logs' is an address.*\"dir\""):
+        tracker.start()
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
