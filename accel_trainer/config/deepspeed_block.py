@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from accel_trainer.config.config_source import FileProblemsError, load_document,
 from accel_trainer.config.deepspeed_keys import KNOWN_KEYS, join
 from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
-from accel_trainer.config.schema import FrozenDict, MixedPrecision, get_key, set_key, thaw
+from accel_trainer.config.schema import FrozenDict, MixedPrecision, field_specs, get_key, set_key, thaw
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError
 
@@ -84,6 +84,8 @@ class EngineBlock:
     """Line of a file, by dotted path of the value."""
     launch: dict[str, Any] = field(default_factory=dict)
     """The fields that starting processes needs."""
+    notes: list[str] = field(default_factory=list)
+    """Remarks on files that say more than a block does."""
 
 
 def accelerate_fields(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,9 +214,32 @@ class _Reader:
         nested = next((content[key] for key in _NESTED_IN if isinstance(content.get(key), str | Mapping)), None)
         if nested is not None:
             self.folder = document.folder
-            return self.read(nested) if isinstance(nested, Mapping) else self.file(nested)
+            result = self.read(nested) if isinstance(nested, Mapping) else self.file(nested)
+            self.options(document, result)
+            return result
         origins = {path: document.where(line) for path, line in _lines(document.root, "") if line is not None}
         return EngineBlock(content, origins)
+
+    def options(self, document: Document, result: EngineBlock) -> None:
+        """Put the precision and the accumulation of a run's file beside its block, and note what else it sets."""
+        from accel_trainer.config.files import translate  # it reads blocks with this module
+
+        content = {key: Node(None) if key.name in _NESTED_IN else node for key, node in document.root.value.items()}
+        _, layer = translate(replace(document, root=Node(content), problems=()))
+        self.problems.extend(layer.problems)
+        left_out = []
+        for path, setting in layer.settings.items():
+            steps = setting.value if path == "accumulation.num_steps" else None
+            if steps is not None or path == "mixed_precision" and setting.value in ("bf16", "fp16"):
+                key = "gradient_accumulation_steps" if steps is not None else f"{setting.value}.enabled"
+                self.put(f"{key}, by {path} at {setting.source.where},", key, steps or True, result)
+                result.origins.setdefault(key, setting.source.where)
+            elif not path.startswith("launch.") and setting.value not in ("deepspeed", field_specs()[path].default):
+                left_out.append(path)
+        if left_out:
+            result.notes.append(
+                f"{document.name} is named as the DeepSpeed configuration, and not used for {', '.join(left_out)}"
+            )
 
     def field(self, name: str, value: Any, result: EngineBlock) -> None:
         """Put one of accelerate's fields where DeepSpeed has it."""
@@ -351,8 +376,8 @@ def _lower_sources(below: Setting, value: Mapping[str, Any]) -> dict[str, Source
     """Return the sources of the keys of a lower block, with the lines of its file once that has been read."""
     known = block_sources(below)
     if CONFIG_FILE in below.value and CONFIG_FILE not in value:
-        lines = read_block(below.value).origins
-        known |= {path: Source(below.source.kind, line) for path, line in lines.items()}
+        lines, kind = read_block(below.value).origins, known[CONFIG_FILE].kind
+        known |= {path: Source(kind, line) for path, line in lines.items()}
     return {name: source for name, source in known.items() if name in value or "." in name}
 
 
@@ -361,6 +386,8 @@ def merge_levels(settings: dict[str, Setting], layers: Iterable[Layer], problems
     block: Setting | None = None
     for layer in layers:
         above = layer.settings.get("deepspeed")
+        if above is not None and (file := named_file(above.value)) is not None:
+            layer.notes += _Reader({}).file(file).notes  # here, since a merged block names the file no longer
         try:
             block = _merge_settings(block, above) if block is not None and above is not None else above or block
             for path, setting in layer.settings.items():
@@ -391,13 +418,18 @@ def _put_key(below: Setting | None, path: str, above: Setting) -> Setting:
 
 def _fix_options(settings: dict[str, Setting], block: Setting, problems: list[str]) -> None:
     """Give accumulation and precision the block's values; those of weaker levels are replaced, others the same."""
+    sources = block_sources(block)
     try:
-        content = read_block(block.value, origins={name: at.where for name, at in block_sources(block).items()})
+        content = read_block(block.value, origins={name: at.where for name, at in sources.items()})
     except FileProblemsError as error:
         problems.extend(error.problems)
         return
     for path, key, value in _fixed_options(content.data):
-        source = Source(block.source.kind, content.origins.get(key, block.source.where))
+        # Of the level that gave the key: another one may have given the rest of the block.
+        named = next(
+            (sources[name] for name in (key, key.partition(".")[0], CONFIG_FILE) if name in sources), block.source
+        )
+        source = Source(named.kind, content.origins.get(key, named.where))
         known = settings.get(path)
         if known is None or known.value != value and _is_weaker(known, source):
             settings[path] = Setting(value, source)

@@ -77,6 +77,62 @@ def test_every_form_of_a_source_holds_the_same(folder):
         assert engine(file=file) == ENGINE
 
 
+RUN_FILES = {
+    "own": "strategy: deepspeed\nmixed_precision: bf16\naccumulation: {num_steps: 4}\ndeepspeed: BLOCK\n",
+    "chain": "strategy: deepspeed\nmixed_precision: bf16\naccumulation: {num_steps: 4}\ndeepspeed: zero.json\n",
+    "accelerate": "distributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: bf16\n"
+    "gradient_accumulation_steps: 4\ndeepspeed_config: BLOCK\n",
+}
+
+
+@pytest.mark.parametrize("level", ["explicit", "flags", "environ"])
+@pytest.mark.parametrize("kind", RUN_FILES)
+def test_the_file_of_a_run_brings_its_precision_and_accumulation_along(folder, kind, level):
+    (folder / "zero.json").write_text('{"zero_optimization": {"stage": 1}}', encoding="utf-8")
+    path = folder / "run.yaml"
+    path.write_text(RUN_FILES[kind].replace("BLOCK", "{zero_optimization: {stage: 1}}"), encoding="utf-8")
+    match level:
+        case "explicit":
+            given = {"strategy": "deepspeed", "deepspeed": str(path)}
+        case "flags":
+            given = {"strategy": "deepspeed", "deepspeed": {"deepspeed_config_file": str(path)}}
+        case _:
+            given = {"ACCEL_TRAINER_STRATEGY": "deepspeed", "ACCEL_TRAINER_DEEPSPEED": str(path)}
+    resolved = resolve(**{level: given})
+
+    assert (resolved.config.mixed_precision, resolved.config.accumulation.num_steps) == ("bf16", 4)
+    assert resolved.source("mixed_precision").where == f"{path}:{3 if kind == 'accelerate' else 2}"
+    assert resolved.notes == ()
+    assert read_block(resolved.config.deepspeed).data["zero_optimization"] == {"stage": 1}
+
+
+@pytest.mark.parametrize("flags", [{}, {"deepspeed": {"gradient_clipping": 1.0}}])
+def test_the_rest_of_the_file_of_a_run_is_noted_and_an_unknown_key_refused(folder, flags):
+    path = folder / "run.yaml"
+    text = "strategy: deepspeed\nema_decay: 0.9\nmixed_precision: fp8\ndeepspeed: {zero_optimization: {stage: 1}}\n"
+    path.write_text(text, encoding="utf-8")
+    environ = {"ACCEL_TRAINER_STRATEGY": "deepspeed", "ACCEL_TRAINER_DEEPSPEED": str(path)}
+    assert resolve(environ=environ, flags=flags).notes == (
+        f"{path} is named as the DeepSpeed configuration, and not used for ema_decay, mixed_precision",
+    )
+    path.write_text(text.replace("ema_decay", "ema_decy"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"unknown key 'ema_decy' at {path}:2; did you mean 'ema_decay'?"):
+        resolve(environ=environ, flags=flags)
+
+
+def test_the_file_of_a_run_does_not_contradict_its_own_block(folder):
+    path = folder / "run.yaml"
+    path.write_text(
+        "strategy: deepspeed\nmixed_precision: bf16\ndeepspeed: {bf16: {enabled: false}}\n", encoding="utf-8"
+    )
+    with pytest.raises(ConfigError) as caught:
+        read_block(block_of(path))
+    assert str(caught.value) == (
+        f"bf16.enabled, by mixed_precision at {path}:2, is true, and bf16.enabled is false: DeepSpeed would go by "
+        "false; keep one of the two"
+    )
+
+
 @pytest.mark.parametrize("name", [name for name in packaged_names() if name.startswith("zero")])
 def test_a_packaged_name_is_a_source(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -334,6 +390,14 @@ def test_the_block_fixes_what_nobody_else_says(folder):
     assert resolved.describe("accumulation.num_steps") == f"accumulation.num_steps=4 (from {folder / 'ds.json'}:11)"
     stronger = resolve(file={"accumulation": {"num_steps": 2}}, explicit={"strategy": "deepspeed", "deepspeed": ENGINE})
     assert stronger.config.accumulation.num_steps == 4
+
+
+@pytest.mark.parametrize("flags", [{}, {"deepspeed": {"gradient_clipping": 1.0}}])
+def test_a_stronger_field_leaves_the_other_keys_of_the_block_as_weak_as_they_were(folder, flags):
+    file = accelerate_file(folder, deepspeed_config_file="ds.json")
+    environ = {"ACCEL_TRAINER_ACCUMULATION__NUM_STEPS": "2", "ACCEL_TRAINER_MIXED_PRECISION": "fp16"}
+    with pytest.raises(ConfigError, match=f"(?s)^2 problems.*{folder / 'ds.json'}:11.*{folder / 'ds.json'}:9"):
+        resolve(file=file, environ=environ, flags=flags)
 
 
 def test_what_contradicts_the_block_is_listed_with_both_places(folder):
