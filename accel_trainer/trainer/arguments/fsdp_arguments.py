@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Container, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from transformers import TrainingArguments
@@ -55,17 +54,14 @@ def resolve_arguments(
     file = _read(fsdp_config) if fsdp else None
     if file is not None and _keeps_whole_models(file):
         asked["strategy"] = "ddp"
-    merge = partial(
-        resolve,
+    said = () if file is None else file.settings.keys() - {"strategy"}
+    return resolve(
+        explicit={path: value for path, value in asked.items() if path not in said} | dict(explicit),
         environ=environ,
         file=file,
         explicit_name="TrainingArguments",
         explicit_keywords={**argument_names, **dict.fromkeys(asked, "fsdp")},
     )
-    given = {path: asked.pop(path) for path in ("strategy",) if path in asked} | dict(explicit)
-    resolved = merge(explicit=given)
-    fills = {path: value for path, value in asked.items() if not resolved.is_set(path)}
-    return merge(explicit=given | fills) if fills else resolved
 
 
 def _keeps_whole_models(file: FileConfig) -> bool:

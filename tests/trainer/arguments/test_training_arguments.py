@@ -101,6 +101,23 @@ def test_upstreams_option_words(tmp_path, fsdp, fsdp_config, reshards, offloads)
     assert config.fsdp.offload_params is args.fsdp_config["cpu_offload"] is offloads
 
 
+@pytest.mark.parametrize("given_as", ["file", "flags", "variables"])
+def test_option_words_win_over_what_the_launcher_brings(tmp_path, monkeypatch, given_as):
+    flags = {"fsdp.offload_params": False, "fsdp.reshard_after_forward": True}
+    file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": False}}
+    if given_as == "variables":
+        monkeypatch.setenv("ACCEL_TRAINER_FSDP__OFFLOAD_PARAMS", "false")
+    else:
+        path = write(tmp_path, "launched.yaml", json.dumps(file))
+        launched = {"config_file": path} if given_as == "file" else {"flags": flags}
+        monkeypatch.setenv("ACCEL_TRAINER_LAUNCH", json.dumps(launched))
+    resolved = build(tmp_path, fsdp="shard_grad_op offload").resolved
+
+    for described in ("fsdp.offload_params=true", "fsdp.reshard_after_forward=false"):
+        path = described.partition("=")[0]
+        assert resolved.describe(path) == f"{described} (from TrainingArguments(fsdp=...))"
+
+
 def test_without_sharding_it_is_plain_data_parallel(tmp_path):
     args = build(tmp_path, fsdp="no_shard")
 
