@@ -173,6 +173,30 @@ def test_a_mistake_is_named_with_what_was_expected(words: str, message: str) -> 
         resolve(flags=parse(*words.split()).flags)
 
 
+@pytest.mark.parametrize(
+    ("word", "option", "value"),
+    [
+        ("tp_size 1", "tp_size", 1),
+        ("cp_size 1", "cp_size", 1),
+        ("cp_comm_strategy alltoall", "cp_comm_strategy", "alltoall"),
+    ],
+)
+def test_a_size_of_1_and_a_strategy_of_communication_win_over_those_of_a_file(
+    word: str, option: str, value: object
+) -> None:
+    sizes = {
+        "parallelism_config_tp_size": 2,
+        "parallelism_config_cp_size": 2,
+        "parallelism_config_cp_comm_strategy": "allgather",
+    }
+    file = {"distributed_type": "FSDP", "num_processes": 4, "parallelism_config": sizes}
+    size, given = f"parallelism_config_{word}".split()
+    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", size.upper(): given}
+
+    for levels in ({"flags": parse(f"--{size}", given, "train.py").flags}, {"environ": variables}):
+        assert getattr(resolve(file=file, **levels).config.parallel, option) == value
+
+
 def test_accelerate_s_spellings_of_fsdp_flags_are_translated() -> None:
     words = (
         "--use_fsdp --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap BertLayer "

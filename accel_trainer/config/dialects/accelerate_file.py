@@ -8,7 +8,7 @@ from accel_trainer.config.deepspeed_block import ACCELERATE_FIELDS, is_complete,
 from accel_trainer.config.deepspeed_keys import KNOWN_KEYS as DEEPSPEED_KEYS
 from accel_trainer.config.dialects.fsdp import entries_of, is_neutral, translate_entries
 from accel_trainer.config.document import Document, Entry, Key, Node
-from accel_trainer.config.layer import Layer
+from accel_trainer.config.layer import Layer, SourceKind
 from accel_trainer.config.schema import field_specs, section_names
 from accel_trainer.errors import did_you_mean
 
@@ -259,8 +259,10 @@ class _Reader:
             entry, bare = self.document.entry(key, node, section), key.name.removeprefix("megatron_lm_")
             if bare == "tp_degree":
                 put_parallelism({"tp_size": entry}, self.layer)
-            elif bare == "use_distributed_optimizer" or (type(entry.value) is int and entry.value == 1):
-                continue  # the optimizer's state is sharded in any case, and a size of 1 asks for nothing
+            elif bare == "use_distributed_optimizer":
+                continue  # the optimizer's state is sharded in any case
+            elif type(entry.value) is int and entry.value == 1 and bare != "gradient_clipping":
+                continue  # a size of 1 asks for nothing
             elif not is_neutral(entry.value):
                 self.layer.refuse(entry, _MEGATRON_LM.get(bare, "it is an option of Megatron-LM alone; remove it"))
         self.layer.notes.append(
@@ -281,12 +283,17 @@ class _Reader:
 
 
 def put_parallelism(entries: Mapping[str, Entry], layer: Layer) -> None:
-    """Map the sizes of accelerate's ParallelismConfig, by name; null is a size of 1, and all of 1 ask for nothing."""
+    """Map the sizes of accelerate's ParallelismConfig, by name; null is a size of 1.
+
+    All of 1 ask for nothing in a file, and take back those of a file elsewhere, but for the replicas and shards, which
+    follow from the others.
+    """
     sizes = _sizes_of({name: entry for name, entry in entries.items() if name != PARALLEL_COMM}, layer)
-    if any(size > 1 for size in sizes.values()):
-        for name, size in sizes.items():
+    asks = any(size > 1 for size in sizes.values())
+    for name, size in sizes.items():
+        if asks or layer.kind is not SourceKind.FILE and not name.startswith("dp_"):
             layer.put(f"parallel.{name}", entries[name], size)
-    if PARALLEL_COMM in entries and entries[PARALLEL_COMM].value is not None and sizes.get("cp_size", 1) > 1:
+    if PARALLEL_COMM in entries and entries[PARALLEL_COMM].value is not None and sizes.get("cp_size") != 1:
         layer.put(f"parallel.{PARALLEL_COMM}", entries[PARALLEL_COMM])
 
 

@@ -280,6 +280,14 @@ def test_tensor_parallelism_of_megatron_is_that_of_the_models_own_plan():
     assert any("models of Megatron-LM are not here; strategy 'fsdp2' runs" in note for note in resolved.notes)
 
 
+@pytest.mark.parametrize("bound", [1, 1.0])
+def test_a_bound_of_gradients_is_refused_under_megatron(bound):
+    with pytest.raises(
+        ConfigError, match=r"megatron_lm_gradient_clipping .*, which is not offered: remove it, and clip"
+    ):
+        values(distributed_type="MEGATRON_LM", megatron_lm_config={"megatron_lm_gradient_clipping": bound})
+
+
 def test_the_keys_of_the_launcher_are_those_of_accelerate():
     # ClusterConfig of accelerate 1.15, and the flags of its launcher that files may hold.
     keys = {
