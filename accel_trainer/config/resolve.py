@@ -118,6 +118,21 @@ def _choose_by_sizes(config: RunConfig, settings: dict[str, Setting]) -> RunConf
     return dataclasses.replace(config, strategy="fsdp2")
 
 
+def _choose_recomputation(config: RunConfig, settings: dict[str, Setting]) -> RunConfig:
+    """Return the configuration with the stronger of two levels that ask for activation checkpointing, each its way."""
+    paths = ("activation_checkpointing", "fsdp.activation_checkpointing")
+    if config.strategy != "fsdp2" or any(path not in settings for path in paths):
+        return config
+    strengths = {path: list(SourceKind).index(settings[path].source.kind) for path in paths}
+    weaker, stronger = sorted(paths, key=lambda path: strengths[path])
+    # accelerate's launcher always sets this variable, to "false" without a choice.
+    is_unasked = settings[stronger].source.where == "FSDP_ACTIVATION_CHECKPOINTING" and not settings[stronger].value
+    if strengths[weaker] == strengths[stronger] or is_unasked:
+        return config
+    del settings[weaker]
+    return build_config({path: setting.value for path, setting in settings.items()})
+
+
 def _choose_loss(config: RunConfig, settings: dict[str, Setting]) -> RunConfig:
     """Return the configuration with the loss that alone has chunks of the size that is given, where it is left open."""
     if "loss" in settings or config.loss_chunk_tokens is None:
@@ -178,6 +193,7 @@ def resolve(
     settings = _merge(layers, problems)
     settings = _compat_settings(settings) | settings
     config = _choose_by_sizes(build_config({path: setting.value for path, setting in settings.items()}), settings)
+    config = _choose_recomputation(config, settings)
     config = _choose_loss(config, settings)
     resolved = Resolved(config, _sources_of(settings))
     problems.extend(cross_problems(resolved.config, resolved.describe))

@@ -329,6 +329,35 @@ def test_the_spelling_of_fsdp_means_full_and_contradicts_other_policies():
         resolve(explicit=given | {"activation_checkpointing": "selective"})
 
 
+@pytest.mark.parametrize(
+    ("file", "stronger", "policy"),
+    [
+        ({"fsdp": {"activation_checkpointing": True}}, {"flags": {"activation_checkpointing": "off"}}, "off"),
+        (
+            {"fsdp": {"activation_checkpointing": True}},
+            {"flags": {"activation_checkpointing": "selective"}},
+            "selective",
+        ),
+        ({"activation_checkpointing": "full"}, {"flags": {"fsdp.activation_checkpointing": "false"}}, "off"),
+        ({"activation_checkpointing": "selective"}, {"explicit": {"fsdp.activation_checkpointing": True}}, "full"),
+        # accelerate's launcher always writes this variable.
+        (
+            {"activation_checkpointing": "selective"},
+            {"environ": {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_ACTIVATION_CHECKPOINTING": "false"}},
+            "selective",
+        ),
+        # That of FSDP is without effect here.
+        (
+            {"strategy": "ddp", "activation_checkpointing": "full"},
+            {"flags": {"fsdp.activation_checkpointing": "true"}},
+            "full",
+        ),
+    ],
+)
+def test_of_both_spellings_that_of_the_stronger_level_wins(file, stronger, policy):
+    assert resolve(file={"strategy": "fsdp2", **file}, **stronger).config.recomputation == policy
+
+
 def test_the_offload_of_activations_contradicts_a_compiler():
     with pytest.raises(
         ConfigError, match=r"activation_offload=true .* contradicts compile\.backend=inductor .* a compiler"
