@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -116,14 +117,22 @@ def _show_file(file: str | None, *, is_updated: bool) -> int:
     name = file or find_default_config(os.environ)[0]
     if name is None:
         raise ConfigError(f"there is no {default_config_path(os.environ)}; make it with `accel-trainer config`")
-    content = to_file_dict(resolve(file=str(name)).config)
+    read = read_file(str(name))
+    resolved = resolve(file=read)
+    content = to_file_dict(resolved.config)
+    for note in resolved.notes:
+        print(f"- {note}", file=sys.stderr)
     if not is_updated:
         print(f"# {name}\n{_text(mask_secrets(content))}", end="")
         return 0
     path = Path(file).expanduser() if file else default_config_path(os.environ)
     _check_suffix(path)
-    write_config(path, _text(content), is_new=False)
-    print(f"configuration written to {path}")
+    # Options that are not used are not written.
+    kept = path.with_name(f"{path.name}.bak") if read.notes and path.exists() else None
+    if kept is not None and kept.exists():
+        raise ConfigError(f"{kept} is in the way of {path} as it is now, which is kept there; remove it first")
+    write_config(path, _text(content), is_new=False, kept=kept)
+    print(f"configuration written to {path}" + (f"; as it was it is in {kept}" if kept is not None else ""))
     return 0
 
 
@@ -164,8 +173,8 @@ def _default_text(precision: str, arguments: argparse.Namespace) -> str:
     return text + (dump_yaml({"deepspeed": block}) if block else "")
 
 
-def write_config(path: Path, text: str, *, is_new: bool) -> None:
-    """Write a file; `is_new` leaves one that is there as it is, otherwise it is replaced in one step."""
+def write_config(path: Path, text: str, *, is_new: bool, kept: Path | None = None) -> None:
+    """Write a file; `is_new` leaves one that is there as it is, otherwise it is replaced in one step, and `kept`."""
     written = path if is_new else path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,6 +182,8 @@ def write_config(path: Path, text: str, *, is_new: bool) -> None:
             target.write(text)
         if not is_new and path.exists():
             shutil.copymode(path, written)
+            if kept is not None:
+                shutil.copy2(path, kept)
         os.replace(written, path)
     except OSError as error:
         if is_new and path.exists():

@@ -253,6 +253,27 @@ def test_update_keeps_long_values_values_of_several_lines_and_the_files_mode(tmp
     assert path.stat().st_mode & 0o777 == 0o600
 
 
+def test_an_update_that_leaves_something_out_says_so_and_keeps_the_file_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path, kept = tmp_path / "run.yaml", tmp_path / "run.yaml.bak"
+    text = (
+        "distributed_type: MULTI_GPU\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: true\n"
+    )
+    path.write_text(text)
+    path.chmod(0o600)
+    assert main(["config", "update", "--config_file", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == f"- fsdp_config at {path}:3 is not used: distributed_type is MULTI_GPU\n"
+    assert captured.out == f"configuration written to {path}; as it was it is in {kept}\n"
+    assert kept.read_text() == text
+    assert kept.stat().st_mode & 0o777 == 0o600
+    path.write_text(text)
+    assert main(["config", "update", "--config_file", str(path)]) == 2
+    assert f"{kept} is in the way" in capsys.readouterr().err
+    assert path.read_text() == text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
