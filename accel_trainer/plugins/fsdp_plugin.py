@@ -36,7 +36,7 @@ class FullyShardedDataParallelPlugin(OptionObject):
     transformer_cls_names_to_wrap: Iterable[str] | None = None
     min_num_params: int | None = None
     cpu_offload: Any = None
-    """Whether parameters are kept in host memory: a bool, or an object with `offload_params`."""
+    """Whether parameters are kept in host memory: a bool, or torch's object, of FSDP1 or FSDP2."""
     activation_checkpointing: bool | str | None = None
     """Whether layers are computed again in the backward, or by which policy: "selective", "every:2"."""
     activation_checkpointing_offload: bool | None = None
@@ -118,8 +118,11 @@ class FullyShardedDataParallelPlugin(OptionObject):
     def _direct(self, name: str) -> Any:
         """Return an option as the configuration has it; None where it is not set, or a key of files only."""
         value = getattr(self, name, None)
-        if name == "cpu_offload":
-            return getattr(value, "offload_params", value)
+        if name == "cpu_offload" and value is not None:
+            from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+            is_policy = isinstance(value, OffloadPolicy)  # of FSDP2, which says it by its class
+            return isinstance(value, CPUOffloadPolicy) if is_policy else getattr(value, "offload_params", value)
         if name in self._policy():
             return None
         if value is not None and name in ("transformer_cls_names_to_wrap", "ignored_modules"):

@@ -15,9 +15,11 @@ from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
+    CPUOffloadPolicy,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
+    OffloadPolicy,
     ShardingStrategy,
     StateDictType,
 )
@@ -340,6 +342,8 @@ FULL_SHARD = {"reshard_after_forward": True, "replicate_per_node": False}
         ({"backward_prefetch": "NO_PREFETCH"}, {"backward_prefetch": False}),
         ({"state_dict_type": StateDictType.SHARDED_STATE_DICT}, {"state_dict_type": "sharded"}),
         ({"cpu_offload": CPUOffload(offload_params=True)}, {"offload_params": True}),
+        ({"cpu_offload": CPUOffloadPolicy()}, {"offload_params": True}),
+        ({"cpu_offload": OffloadPolicy()}, {"offload_params": False}),
         (FSDP1_WITHOUT_EFFECT, {}),
         *(
             ({"auto_wrap_policy": written}, {"wrap_policy": policy})
