@@ -10,6 +10,7 @@ from accel_trainer.config.dialects.fsdp import entries_of, is_neutral, translate
 from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer, SourceKind
 from accel_trainer.config.schema import field_specs, section_names
+from accel_trainer.config.validation import show
 from accel_trainer.errors import did_you_mean
 
 _DIRECT = {
@@ -51,6 +52,8 @@ PARALLEL_COMM = "cp_comm_strategy"
 PARALLEL_DETAILS = (
     "cp_backend", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation",
 )  # fmt: skip
+_BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "ulysses")}
+"""The backends that ways to share sequences have in accelerate's files; each has but one here."""
 FP8 = {
     "backend": "fp8.backend",
     "enable_fsdp_float8_all_gather": "fp8.enable_fsdp_float8_all_gather",
@@ -274,8 +277,16 @@ class _Reader:
         sizes: dict[str, Entry] = {}
         for key, node in self.blocks["parallelism_config"].items():
             bare = key.name.removeprefix("parallelism_config_")
+            entry = self.document.entry(key, node, "parallelism_config")
             if bare in (*PARALLEL_SIZES, PARALLEL_COMM):
-                sizes[bare] = self.document.entry(key, node, "parallelism_config")
+                sizes[bare] = entry
+            elif bare in _BACKENDS and entry.value not in (None, *_BACKENDS[bare]):
+                self.layer.wrong(entry, " or ".join(map(repr, _BACKENDS[bare])))
+            elif bare == "sp_attn_implementation" and not is_neutral(entry.value):
+                self.layer.notes.append(
+                    f"{entry.subject} is {show(entry.value)}, which is not used: the attention is that of the model; "
+                    "load it with attn_implementation=..."
+                )
             elif bare not in PARALLEL_DETAILS:
                 known = [f"parallelism_config_{name}" for name in (*PARALLEL_SIZES, PARALLEL_COMM, *PARALLEL_DETAILS)]
                 self.unknown(key, "parallelism_config", known)

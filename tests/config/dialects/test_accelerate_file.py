@@ -253,6 +253,21 @@ def test_shared_sequences_of_accelerate_are_those_of_fsdp2():
     assert any("is MULTI_GPU, and sp_size is 2: strategy 'fsdp2' runs" in note for note in resolved.notes)
 
 
+def test_what_shared_sequences_of_accelerate_do_not_choose_is_noted_or_refused():
+    sizes = {"sp_size": 2, "sp_attn_implementation": "flash_attention_2"}
+    file = {"distributed_type": "FSDP", "num_processes": 2, "parallelism_config": sizes}
+    (note,) = (note for note in resolve(file=file).notes if "sp_attn_implementation" in note)
+    assert note == (
+        "parallelism_config.sp_attn_implementation in the config dict is 'flash_attention_2', which is not used: the "
+        "attention is that of the model; load it with attn_implementation=..."
+    )
+    for name, expected in (("sp_backend", "'deepspeed' or 'ulysses'"), ("cp_backend", "'torch'")):
+        with pytest.raises(
+            ConfigError, match=f"parallelism_config.{name} in the config dict is 'x'; expected {expected}$"
+        ):
+            resolve(file={**file, "parallelism_config": {"sp_size": 2, name: "x"}})
+
+
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
