@@ -217,10 +217,10 @@ class AlignDevicesHook(ModelHook):
             shared, device = self._borrowed.pop()
             shared.pop(device, None)
 
-    def outlines(self) -> Iterator[tuple[str, torch.dtype, Tensor]]:
-        """Yield the name of each offloaded tensor from the module on, the module's dtype for it, and it as stored."""
-        for slot, stored in zip(self._slots, self.stored(), strict=True):
-            yield slot.name, slot.placeholder.dtype, stored
+    def outlines(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name of each offloaded tensor from the module on, its placeholder, and it as it is stored."""
+        for slot, stored in zip(self._slots, self.stored() if self._slots else (), strict=True):
+            yield slot.name, slot.placeholder, stored
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring in the weights, and move the inputs."""

@@ -18,7 +18,6 @@ from accel_trainer.big_models.alignment import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     has_offloaded_params,
-    offload_hooks,
 )
 from accel_trainer.big_models.device_map import check_device_map, get_balanced_memory, infer_auto_device_map
 from accel_trainer.big_models.module_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, watch_moves
@@ -38,6 +37,7 @@ from accel_trainer.checkpoint.weights.offloaded import (
     OffloadedWeightsLoader,
     load_offloaded_weight,
     offload_state_dict,
+    outlines_of,
     read_offload_index,
 )
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError, OffloadedModelError
@@ -402,14 +402,12 @@ def lazy_state_dict(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
     """Return the state dict of a model with its offloaded weights, which are read when they are called for."""
     offloaded: dict[str, Tensor | LazyTensor] = {}
     converted: dict[tuple[int, torch.dtype], LazyTensor] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for hook in offload_hooks(module):
-            for name, dtype, stored in hook.outlines():
-                found: Tensor | LazyTensor = stored
-                if stored.dtype != dtype:
-                    later = LazyTensor(dtype, tuple(stored.shape), partial(stored.to, dtype))
-                    found = converted.setdefault((stored.data_ptr(), dtype), later)  # names of tied weights share one
-                offloaded[f"{path}.{name}" if path else name] = found
+    for name, placeholder, stored in outlines_of(model):
+        found: Tensor | LazyTensor = stored
+        if stored.dtype != (dtype := placeholder.dtype):
+            later = LazyTensor(dtype, tuple(stored.shape), partial(stored.to, dtype))
+            found = converted.setdefault((stored.data_ptr(), dtype), later)  # names of tied weights share one
+        offloaded[name] = found
     state = {name: offloaded.get(name, tensor) for name, tensor in model.state_dict().items()}
     empty = [name for name, tensor in state.items() if isinstance(tensor, Tensor) and tensor.is_meta]
     if empty:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from accel_trainer.big_models.module_tensors import Device, find_tied_parameters, retie_parameters
+from accel_trainer.checkpoint.weights.offloaded import HOOK
 from accel_trainer.runtime.memory import clear_device_cache
 from accel_trainer.runtime.process import with_index
 from accel_trainer.runtime.tensor_trees import send_to_device
 
-# Under these names other libraries look for hooks of a module.
-_HOOK, _FORWARD = "_hf_hook", "_old_forward"
+# Under this name other libraries look for a module's forward without its hook.
+_FORWARD = "_old_forward"
 
 
 class ModelHook:
@@ -41,6 +42,10 @@ class ModelHook:
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Return the module as it was; called when the hook is taken off."""
         return module
+
+    def outlines(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name of each tensor that comes in for forward only, its placeholder, and it as it is stored."""
+        yield from ()
 
 
 class SequentialHook(ModelHook):
@@ -75,11 +80,16 @@ class SequentialHook(ModelHook):
             module = hook.detach_hook(module)
         return module
 
+    def outlines(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield what each of them brings in."""
+        for hook in self.hooks:
+            yield from hook.outlines()
+
 
 def hooks_of(module: nn.Module) -> list[ModelHook]:
     """Return the hooks of a module, those of a `SequentialHook` one by one."""
     found: list[ModelHook] = []
-    waiting = [hook] if (hook := getattr(module, _HOOK, None)) is not None else []
+    waiting = [hook] if (hook := getattr(module, HOOK, None)) is not None else []
     while waiting:
         hook = waiting.pop(0)
         if isinstance(hook, SequentialHook):
@@ -105,16 +115,16 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Run a hook around a module's forward, in the place of its present one or after it, and return the module."""
-    present: ModelHook | None = getattr(module, _HOOK, None)
+    present: ModelHook | None = getattr(module, HOOK, None)
     if append and present is not None:
         remove_hook_from_module(module)
         hook = SequentialHook(present, hook)
-    forward = getattr(module, _FORWARD, None) if hasattr(module, _HOOK) else None
+    forward = getattr(module, _FORWARD, None) if hasattr(module, HOOK) else None
     if forward is None:
         forward = module.forward
         setattr(module, _FORWARD, forward)
     module = hook.init_hook(module)
-    setattr(module, _HOOK, hook)
+    setattr(module, HOOK, hook)
     # A partial, not a closure: a deep copy of the module calls the copy's forward.
     _set_forward(module, functools.update_wrapper(functools.partial(_run, module), forward))
     return module
@@ -130,9 +140,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def _remove_own_hook(module: nn.Module) -> None:
-    if hasattr(module, _HOOK):
-        getattr(module, _HOOK).detach_hook(module)
-        delattr(module, _HOOK)
+    if hasattr(module, HOOK):
+        getattr(module, HOOK).detach_hook(module)
+        delattr(module, HOOK)
     if hasattr(module, _FORWARD):
         forward = getattr(module, _FORWARD)
         if getattr(forward, "__func__", None) is type(module).forward and not isinstance(module, fx.GraphModule):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from accel_trainer import (
@@ -283,6 +283,39 @@ def test_a_dispatched_model_is_prepared_where_it_is(model: Net, expected: Tensor
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_prepared_model_is_saved_with_its_offloaded_weights(tmp_path: Path, dtype: torch.dtype | None):
+    model, x = _two_layers(), torch.ones(1, 4, dtype=dtype)
+    save_weights(model.state_dict(), tmp_path / "weights")
+    weights = {name: each.clone().to(dtype) for name, each in model.state_dict().items()}
+    places = {"0": "disk", "1": "cpu"}
+    load_checkpoint_and_dispatch(model, tmp_path / "weights", places, dtype=dtype)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    expected = model(x)
+    accelerator.save_model(model, tmp_path / "saved")
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    for state in (stored, accelerator.get_state_dict(model)):
+        assert torch.equal(state["0.weight"], weights["0.weight"])
+        assert torch.equal(state["1.bias"], model[1].bias)
+    accelerator.save_state(tmp_path / "state")
+    with torch.no_grad():
+        model[1].bias.zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert model[0].weight.is_meta
+    assert torch.equal(model(x), expected)
+    accelerator.free_memory()
+    save_weights({name: each + 1 for name, each in weights.items()}, tmp_path / "others")
+    other = load_checkpoint_and_dispatch(_two_layers(), tmp_path / "others", places, dtype=dtype)
+    before = other[1].bias.clone()
+    accelerator.prepare(other, torch.optim.SGD(other[1].parameters(), lr=0.1))
+    with pytest.raises(IncompatibleCheckpointError, match=r"has other values for '0\.\w+', which is offloaded"):
+        accelerator.load_state(tmp_path / "state")
+    assert torch.equal(other[1].bias, before)
+
+
 def test_a_word_chooses_the_map(model: Net, expected: Tensor, tmp_path: Path):
     save_weights(model.state_dict(), tmp_path)
     load_checkpoint_and_dispatch(model, tmp_path, "auto")
@@ -361,8 +394,7 @@ def test_layers_from_disk_take_no_memory_of_their_own(tmp_path: Path):
 
 @pytest.mark.parametrize("how", ["all on disk", "cpu and disk", "on the host"])
 def test_a_wholly_offloaded_model_is_prepared_and_evaluated_by_a_trainer_where_it_is(how: str, tmp_path: Path):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval()
-    inputs = torch.ones(1, 4)
+    model, inputs = _two_layers(), torch.ones(1, 4)
     expected = model(inputs)
     save_weights(model.state_dict(), tmp_path)
     if how == "on the host":
@@ -375,6 +407,28 @@ def test_a_wholly_offloaded_model_is_prepared_and_evaluated_by_a_trainer_where_i
     trainer = Trainer(_WithLoss(model), TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to=[]))
     rows = [{"x": torch.ones(4), "labels": torch.zeros(2)}] * 2
     assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(expected.square().mean().item())
+
+
+def test_a_trainer_saves_and_resumes_a_plain_model_with_offloaded_weights(tmp_path: Path):
+    weights = _two_layers().state_dict()
+    save_weights(weights, tmp_path)
+
+    def trainer(max_steps: int) -> Trainer:
+        model = load_checkpoint_and_dispatch(_two_layers(), tmp_path, {"0": "disk", "1": "cpu"})
+        model[0].requires_grad_(False)
+        args = TrainingArguments(str(tmp_path / "run"), use_cpu=True, report_to=[], max_steps=max_steps, save_steps=1)
+        return Trainer(_WithLoss(model), args, train_dataset=[{"x": torch.ones(4), "labels": torch.zeros(2)}] * 4)
+
+    trainer(1).train()
+    resumed = trainer(2)
+    resumed.train(resume_from_checkpoint=True)
+    stored = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    assert torch.equal(stored["model.0.weight"], weights["0.weight"])
+    assert torch.equal(stored["model.1.weight"], resumed.model.model[1].weight)
+
+
+def _two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).eval()
 
 
 class _WithLoss(nn.Module):

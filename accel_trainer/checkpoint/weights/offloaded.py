@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_trainer.checkpoint.disk import create_file, explain_full_disk, read_json
 from accel_trainer.checkpoint.safetensors_file import SafetensorsFile
 from accel_trainer.errors import AccelTrainerError, CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 
 OFFLOAD_INDEX_NAME = "index.json"
+HOOK = "_hf_hook"
+"""Under this name other libraries, too, look for the hook of a module."""
 
 Index = dict[str, dict[str, Any]]
 """By the name of a weight, `dtype` and `shape` of its own file, or the `safetensors_file` that holds it."""
@@ -211,6 +213,22 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.all_keys)
+
+
+def outlines_of(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name of each offloaded tensor of a model, its placeholder in the model, and it as it is stored."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, placeholder, stored in getattr(getattr(module, HOOK, None), "outlines", tuple)():
+            yield f"{path}.{name}" if path else name, placeholder, stored
+
+
+def offloaded_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the offloaded tensors of a model by name, in the model's dtypes; tied ones are one object."""
+    found: dict[int, Tensor] = {}
+    return {
+        name: found.setdefault(id(placeholder), stored.to(placeholder.dtype))
+        for name, placeholder, stored in outlines_of(model)
+    }
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Iterable[str]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from accel_trainer.checkpoint.run_state import OWN_STATE, decode
 from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.shards import ShardedTensors, StoredShards, local_box, stored_tensors
 from accel_trainer.checkpoint.weights.into_model import describe_names, names_by_tensor
+from accel_trainer.checkpoint.weights.offloaded import offloaded_tensors, outlines_of
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
@@ -176,6 +177,15 @@ class WritableShards(Protocol):
         """Write them to files whose names begin with `prefix`; every rank calls it."""
 
 
+def _require_equal(name: str, offloaded: Tensor, found: Tensor) -> None:
+    # Written into, the pages of a mapped file would be memory of this process: the whole model's, at each resume.
+    if not torch.equal(offloaded, found.to(offloaded)):
+        raise IncompatibleCheckpointError(
+            f"the checkpoint has other values for {name!r}, which is offloaded and stays as it was dispatched; give "
+            "the model those of the checkpoint: load_checkpoint_and_dispatch(model, checkpoint, device_map)"
+        )
+
+
 class Reads:
     """Reads of this rank: targets are made first, then files are verified, then targets are filled."""
 
@@ -193,6 +203,11 @@ class Reads:
     def add_weight(self, stored: ShardedTensors, name: str, tensor: Tensor) -> None:
         """Fill a parameter or buffer of the model."""
         self.add(stored, name, tensor)
+
+    def add_offloaded(self, stored: ShardedTensors, name: str, tensor: Tensor) -> None:
+        """Compare an offloaded weight, which stays as it is, before any target is filled."""
+        self.files |= stored.files_for(name, local_box(tensor))
+        self._reads.insert(0, lambda: _require_equal(name, tensor, stored[name]))
 
     def add_last(self, finish: Callable[[], Any]) -> None:
         """Call `finish` when every target is filled."""
@@ -276,7 +291,9 @@ class CheckpointIO(ABC):
 
     def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers as the engine holds them, tied ones under every name."""
+        offloaded = offloaded_tensors(self.module)
         for name, value in self.module.state_dict(keep_vars=True).items():
+            value = offloaded.get(name, value)
             if not isinstance(value, Tensor):
                 raise ConfigError(
                     f"{name} of {type(self.module).__name__} is a {type(value).__name__}, and a model's state holds "
@@ -289,6 +306,9 @@ class CheckpointIO(ABC):
         own = dict(self.model_tensors())
         groups = names_by_tensor(own).values()
         return {first: own[first] for first, *_ in groups}, {name: first for first, *tied in groups for name in tied}
+
+    def _offloaded_names(self) -> set[str]:
+        return {uncompiled_name(name) for name, _, _ in outlines_of(self.module)}
 
     def _extra_states(self) -> dict[str, nn.Module]:
         """Return the modules that override get_extra_state(), by the name of their state."""
@@ -330,12 +350,17 @@ class CheckpointIO(ABC):
         if isinstance(pairs, str):
             raise IncompatibleCheckpointError(pairs)
 
+        offloaded = self._offloaded_names()
+
         def load() -> None:
+            for name, saved_name in pairs:
+                if name in offloaded:
+                    _require_equal(name, own[name], state[saved_name])
             for name, saved_name in pairs:
                 source = state[saved_name] if is_main else None
                 if name in extra:
                     extra[name].set_extra_state(broadcast_object(source))
-                else:
+                elif name not in offloaded:
                     self.fill(own[name], source)
 
         return load
@@ -501,7 +526,7 @@ class CheckpointIO(ABC):
     def _plan_model(
         self, stored: StoredCheckpoint, shards: ShardedTensors, tied: Mapping[str, str], reads: Reads
     ) -> None:
-        own, extra = dict(self.model_tensors()), self._extra_states()
+        own, extra, offloaded = dict(self.model_tensors()), self._extra_states(), self._offloaded_names()
         saved = {name: torch.empty(shards.shape(name), device="meta") for name in shards}
         saved |= {alias: saved[name] for alias, name in tied.items() if name in saved}
         pairs = match_model(self.module, own, saved, True, self.shape_of)
@@ -513,6 +538,8 @@ class CheckpointIO(ABC):
                 state = torch.empty(shards.shape(first_name), dtype=shards.dtype(first_name))
                 reads.add(shards, first_name, state)
                 reads.add_last(partial(extra[name].set_extra_state, state))
+            elif name in offloaded:
+                reads.add_offloaded(shards, first_name, own[name])
             else:
                 reads.add_weight(shards, first_name, own[name])
 

@@ -40,6 +40,7 @@ from accel_trainer.checkpoint.weights.adapters import (
     trained_beside,
 )
 from accel_trainer.checkpoint.weights.into_model import names_by_tensor
+from accel_trainer.checkpoint.weights.offloaded import offloaded_tensors
 from accel_trainer.config import NonFiniteAction, RunConfig
 from accel_trainer.data.loader import PreparedDataLoader
 from accel_trainer.errors import AccelTrainerError, ConfigError
@@ -242,7 +243,8 @@ class SavingMethods(_Upstream):
         is_for_this_node = self.args.save_on_each_node and self.args.should_save
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False) if is_for_this_node else None
         if self.args.should_save and not upstream_files.is_of_transformers(self.model):
-            state_dict = upstream_files.storable(self.model.state_dict() if state_dict is None else state_dict)
+            state = self.model.state_dict() if state_dict is None else state_dict
+            state_dict = upstream_files.storable({**state, **offloaded_tensors(self.model)})
         with upstream_files.saving_on_this_rank(model), upstream_files.without_secrets(self.args):
             super()._save(output_dir, state_dict)
 
