@@ -124,8 +124,13 @@ def class_names(names: str | Iterable[str] | None) -> list[str]:
 
 
 def top_entries(module: nn.Module, prefix: str = "") -> list[Entry]:
-    """Return a module's own parameters, its children and its own buffers, by name."""
-    found = [*module.named_parameters(recurse=False), *module.named_children(), *module.named_buffers(recurse=False)]
+    """Return a module's own parameters, its children and its own buffers; a shared one by each of its names."""
+    inside = module.named_modules(remove_duplicate=False)
+    found = [
+        *module.named_parameters(recurse=False, remove_duplicate=False),
+        *((name, child) for name, child in inside if name and "." not in name),
+        *module.named_buffers(recurse=False, remove_duplicate=False),
+    ]
     return [(f"{prefix}.{name}" if prefix else name, entry) for name, entry in found]
 
 
@@ -490,7 +495,7 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
     """Refuse (ConfigError) a device map that leaves tensors of the model out; unknown names are a warning."""
     stored = model.state_dict(keep_vars=True)
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     unknown = [name for name in device_map if name not in modules and name not in stored]
     if unknown:
         warnings.warn(f"device_map keys do not match any submodules of the model: {unknown}", stacklevel=2)

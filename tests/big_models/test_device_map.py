@@ -128,6 +128,18 @@ def test_tied_weights_come_together_and_count_once():
     assert infer_auto_device_map(model, {0: 10_000}) == {"": 0}
 
 
+def test_a_shared_layer_has_a_device_by_each_of_its_names():
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8)] * 3), nn.Linear(8, 8))
+
+    found = infer_auto_device_map(build(), {"cpu": 700})
+    assert {name for name in found if name.startswith("1")} == {"1"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_device_map(build(), found)
+        check_device_map(build(), {"0": 0, "1.0": 0, "1.1": 0, "1.2": 0, "2": 1})
+
+
 def test_buffers_of_a_module_that_is_split_have_a_device_too():
     model = nn.Sequential(Block())
     model[0].register_buffer("scale", torch.ones(2))
