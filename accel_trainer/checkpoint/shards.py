@@ -9,6 +9,7 @@ Of replicas each is written by one of their ranks, balanced by bytes. Nothing is
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -26,7 +27,7 @@ from accel_trainer.checkpoint.publication import StagedDirectory
 from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.checkpoint.safetensors_file import TensorReader, copy_stored, dtype_of
 from accel_trainer.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError
-from accel_trainer.runtime.torch_private import dtensor_like
+from accel_trainer.runtime.torch_private import dtensor_like, swap_values
 
 _TARGET_DEVICE = "_accel_trainer_target_device"
 
@@ -122,7 +123,11 @@ def materialize(tensor: Tensor, device: torch.device | None = None, dtype: torch
     # What strategies and PEFT have noted on the parameter stays with it.
     filled.__dict__.update(tensor.__dict__)
     # Swapped, not assigned: modules, optimizers and tied names all hold this object.
-    torch.utils.swap_tensors(tensor, filled)
+    if weakref.getweakrefs(tensor) and not isinstance(tensor, DTensor):
+        # torch's function refuses these, which an LSTM keeps to its weights: they mean the object, which stays.
+        swap_values(tensor, filled)
+    else:
+        torch.utils.swap_tensors(tensor, filled)
 
 
 def _default_device(tensor: Tensor) -> torch.device:

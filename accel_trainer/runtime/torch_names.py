@@ -51,6 +51,7 @@ PRIVATE_NAMES = {
     "torch.Tensor._backward_hooks": f"{_REFUSED}: hooks of parameters that FSDP2 would lose are refused",
     "torch.Tensor._make_subclass": _REFUSED,
     "torch.Tensor._post_accumulate_grad_hooks": f"{_REFUSED}: likewise",
+    "torch._C._swap_tensor_impl": f"{_REFUSED}: recurrent modules on the meta device get their memory by it",
     "torch._C._distributed_c10d._dump_fr_trace_json": "reports of hangs do not name each rank's last collective",
     "torch.amp.GradScaler._per_optimizer_states": f"{_REFUSED}: fp16 asks it whether an optimizer's step was skipped",
     "torch._subclasses.fake_tensor.FakeTensor": "layouts with ep_size are not planned",

@@ -123,6 +123,8 @@ OperationMode: Any = _bind("torch.utils._python_dispatch", "TorchDispatchMode")
 DeviceContext: Any = _bind("torch.utils._device", "DeviceContext")
 """The context that `with torch.device(...)` enters: a mode of functions."""
 _make_subclass = _bind("torch", "Tensor._make_subclass")
+swap_values = _bind("torch", "_C._swap_tensor_impl")
+"""Exchange memory, device and dtype of two tensors, which keep their classes and attributes."""
 
 
 def operation_argument(operation: Any, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

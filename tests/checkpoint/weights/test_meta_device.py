@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from pathlib import Path
@@ -99,6 +100,25 @@ def test_a_model_without_memory_is_loaded_and_dispatched(tmp_path: Path):
     x = torch.ones(1, 4)
     assert torch.equal(model(x), build(1)(x))
     assert model.second.weight is model.first.weight is optimizer.param_groups[0]["params"][0]
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("places", ["cpu", "disk", None])
+def test_recurrent_modules_without_memory_are_loaded(tmp_path: Path, kind: type[nn.RNNBase], places: str | None):
+    model, x = kind(4, 4, num_layers=2), torch.rand(3, 1, 4)
+    save_weights(model.state_dict(), tmp_path)
+    with init_empty_weights():
+        empty = kind(4, 4, num_layers=2)
+    weight = empty.weight_hh_l0
+    load_checkpoint_and_dispatch(empty, tmp_path, places)
+    assert (empty.weight_hh_l0 is weight) == (places != "disk")
+    for _ in range(2):
+        assert torch.equal(empty(x)[0], model(x)[0])
+    if places != "disk":
+        copied = copy.deepcopy(empty).double()
+        torch.testing.assert_close(copied(x.double())[0].float(), model(x)[0])
+        empty(x)[0].sum().backward()
+        assert weight.grad is not None
 
 
 @pytest.mark.parametrize(
