@@ -259,8 +259,10 @@ class AlignDevicesHook(ModelHook):
         """Give the module its weights back, on the devices where they were; those that had no memory get none."""
         if self.offload:
             self.take_out()
+            offloaded = {slot.name for slot in self._slots}
             for name, device in self.original_devices.items():
-                value = self.weights_map.get(name) if self.weights_map is not None else None
+                # Buffers that have stayed may have changed since: statistics of a batch norm.
+                value = self.weights_map[name] if self.weights_map is not None and name in offloaded else None
                 if device.type != "meta":
                     set_module_tensor_to_device(module, name, device, value=value, clear_cache=False)
         return module

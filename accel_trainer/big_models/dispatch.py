@@ -20,7 +20,13 @@ from accel_trainer.big_models.alignment import (
     has_offloaded_params,
 )
 from accel_trainer.big_models.device_map import check_device_map, get_balanced_memory, infer_auto_device_map
-from accel_trainer.big_models.module_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, watch_moves
+from accel_trainer.big_models.module_hooks import (
+    CpuOffload,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    hooks_of,
+    watch_moves,
+)
 from accel_trainer.big_models.module_tensors import (
     Device,
     TiedTensors,
@@ -121,6 +127,7 @@ def _offload(
         weights_map=weights,
         preload_module_classes=preload_module_classes,
     )
+    watch_moves(model, _check_move)
     return model
 
 
@@ -193,10 +200,12 @@ def dispatch_model(
         IncompatibleCheckpointError: a block on disk has no values.
     """
     check_device_map(model, device_map)
+    device_map = _with_modules_offloaded(model, device_map)
     places = list(dict.fromkeys(device_map.values()))
     if len(places) == 1 and places != ["disk"] and not force_hooks:
         model.to(places[0])
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+        _hook_encoder(model)
         return model
     if main_device is None:
         main_device = next((place for place in places if place not in ("cpu", "disk")), "cpu")
@@ -215,10 +224,32 @@ def dispatch_model(
         preload_module_classes=preload_module_classes,
         tied_params_map=_copies_of(model, tied),
     )
+    for name in devices.keys() & model.state_dict().keys():
+        set_module_tensor_to_device(model, name, devices[name])
     retie_parameters(model, tied)
+    _hook_encoder(model)
     watch_moves(model, _check_move)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
+
+
+def _with_modules_offloaded(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
+    """Return the map with tensors where their modules are, or on the main device: hooks bring in those of modules."""
+    tensors = device_map.keys() & model.state_dict().keys()
+    placed = {name: place for name, place in device_map.items() if name not in tensors}
+    main = next((place for place in device_map.values() if place not in ("cpu", "disk")), "cpu")
+    for name in [name for name in device_map if name in tensors]:
+        if not any(module == "" or name.startswith(f"{module}.") for module in placed):
+            placed[name] = main if device_map[name] in ("cpu", "disk") else device_map[name]
+    return placed
+
+
+def _hook_encoder(model: nn.Module) -> None:
+    """Give an encoder the hook that transformers' generate() looks for, and would else take from accelerate."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "get_encoder"):
+        encoder: Any = model.get_encoder()  # type: ignore[operator]
+        if not hooks_of(encoder):
+            add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True))
 
 
 def _copies_of(model: nn.Module, tied: Iterable[Sequence[str]]) -> TiedTensors:
@@ -280,8 +311,8 @@ def _check_move(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise OffloadedModelError(
             f"{type(model).__name__} is offloaded: its weights are on the host or on disk and come to their device for "
-            "each forward, so that it cannot be moved or cast; take the hooks off with "
-            "remove_hook_from_submodules(model), or dispatch it with another device_map"
+            "each forward, so that it cannot be moved or cast; load it again with another device_map, or take the "
+            "hooks off with remove_hook_from_submodules(model), which brings back weights that were in memory before"
         )
     logger.warning(
         "%s is spread over devices by its device_map, and is moved now: its hooks still bring inputs to the devices "
@@ -334,6 +365,7 @@ def load_checkpoint_and_dispatch(
         if any(str(place) == "meta" for place in device_map.values()):
             raise ConfigError("device_map has 'meta', where nothing can compute; give devices, 'cpu' or 'disk'")
         check_device_map(model, device_map)
+        device_map = _with_modules_offloaded(model, device_map)
         check_tied_parameters_on_same_device(find_tied_parameters(model), device_map)
     index: dict[str, dict[str, Any]] = {}
     report = load_checkpoint_in_model(

@@ -117,7 +117,9 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     """Run a hook around a module's forward, in the place of its present one or after it, and return the module."""
     present: ModelHook | None = getattr(module, HOOK, None)
     if append and present is not None:
+        watched = {name: value for name, value in vars(module).items() if isinstance(value, _WatchedMove)}
         remove_hook_from_module(module)
+        vars(module).update(watched)
         hook = SequentialHook(present, hook)
     forward = getattr(module, _FORWARD, None) if hasattr(module, HOOK) else None
     if forward is None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 from accel_trainer import (
     Accelerator,
@@ -28,7 +29,7 @@ from accel_trainer import (
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME, Manifest, hash_file
 from accel_trainer.checkpoint.weights.weight_files import save_weights
 from accel_trainer.errors import ConfigError, CorruptCheckpointError, IncompatibleCheckpointError, OffloadedModelError
-from accel_trainer.hooks import remove_hook_from_submodules
+from accel_trainer.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accel_trainer.utils import (
     align_module_device,
     get_state_dict_from_offload,
@@ -327,6 +328,108 @@ def test_a_word_chooses_the_map(model: Net, expected: Tensor, tmp_path: Path):
     )
     assert set(model.hf_device_map.values()) == {"cpu", "disk"}
     assert torch.equal(model(IDS), expected)
+
+
+@pytest.mark.parametrize("hook", [None, ModelHook()])
+def test_other_weights_are_loaded_into_an_offloaded_model_without_its_hooks_only(tmp_path: Path, hook: Any):
+    other = _two_layers()
+    for name, each in (("first", _two_layers()), ("second", other)):
+        save_weights(each.state_dict(), tmp_path / name)
+    model = load_checkpoint_and_dispatch(_two_layers(), tmp_path / "first", "disk")
+    if hook is not None:
+        add_hook_to_module(model[0], hook, append=True)
+    with pytest.raises(OffloadedModelError, match=r"Sequential is offloaded: .* and not those of the checkpoint; take"):
+        load_checkpoint_in_model(model, tmp_path / "second", strict=True)
+    with pytest.raises(OffloadedModelError, match="and not those of the checkpoint"):
+        load_checkpoint_and_dispatch(model, tmp_path / "second", "cpu")
+    remove_hook_from_submodules(model)
+    load_checkpoint_and_dispatch(model, tmp_path / "second", "cpu")
+    assert torch.equal(model(torch.ones(1, 4)), other(torch.ones(1, 4)))
+
+
+class _WithOwn(nn.Module):
+    """Has parameters of its own beside a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.bias = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.gain + self.bias
+
+
+_OWN = {"0.gain": "disk", "0.bias": "cpu", "0.layer": "disk", "1": "disk"}
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        (_OWN, {**_OWN, "0.gain": "cpu"}),
+        ({"": "disk", "0.layer.bias": "cpu"}, {"": "disk"}),
+        ({"0.layer.weight": "disk", **_OWN, "0.layer": "cpu"}, {**_OWN, "0.gain": "cpu", "0.layer": "cpu"}),
+        ("sequential", {"0.gain": "cpu", "0.bias": "cpu", "0.layer": "disk", "1": "disk"}),
+    ],
+)
+def test_a_tensor_is_offloaded_with_its_module_only(tmp_path: Path, given: Any, used: dict[str, str]):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(_WithOwn(), _WithOwn()), torch.ones(1, 4)
+    expected = model(x).detach()
+    save_weights(model.state_dict(), tmp_path)
+    with init_empty_weights():
+        empty = nn.Sequential(_WithOwn(), _WithOwn())
+    load_checkpoint_and_dispatch(empty, tmp_path, given, max_memory={"cpu": 100})
+    assert empty.hf_device_map == used
+    assert torch.equal(empty(x), expected)
+    if given != "sequential":
+        dispatch_model(model, given, offload_dir=tmp_path / "copies")
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_buffers_that_have_stayed_keep_their_values_when_the_hooks_come_off(tmp_path: Path, to_disk: bool):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if to_disk:
+        disk_offload(model, tmp_path)
+    else:
+        cpu_offload(model)
+    model(torch.rand(8, 4) + 3)
+    mean = model[1].running_mean.clone()
+    remove_hook_from_submodules(model)
+    assert torch.equal(model[1].running_mean, mean)
+    assert model[1].num_batches_tracked == 1
+    assert not model[1].weight.is_meta
+
+
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_an_offloaded_model_does_not_move(tmp_path: Path, to_disk: bool):
+    model = disk_offload(_two_layers(), tmp_path) if to_disk else cpu_offload(_two_layers())
+    for _ in range(2):
+        with pytest.raises(OffloadedModelError, match="load it again with another device_map, or take the hooks off"):
+            model.to("cpu")
+        add_hook_to_module(model, ModelHook(), append=True)
+    remove_hook_from_submodules(model)
+    assert model.to("cpu") is model
+
+
+@pytest.mark.parametrize("places", [{"": "cpu"}, {"": "disk"}, "sequential"])
+def test_an_encoder_and_decoder_that_is_dispatched_generates(tmp_path: Path, places: Any):
+    config = T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    model, ids = T5ForConditionalGeneration(config).eval(), torch.tensor([[3, 4, 5]])
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    Accelerator(cpu=True).save_model(model, tmp_path)
+    with init_empty_weights():
+        empty = T5ForConditionalGeneration(config).eval()
+    empty.tie_weights()
+    load_checkpoint_and_dispatch(
+        empty, tmp_path, places, max_memory={"cpu": 30_000}, no_split_module_classes=model._no_split_modules
+    )
+    if places == "sequential":
+        assert set(empty.hf_device_map.values()) == {"cpu", "disk"}
+    assert torch.equal(empty.generate(ids, max_new_tokens=4, do_sample=False), expected)
 
 
 def test_weights_are_verified_if_asked(tmp_path: Path):

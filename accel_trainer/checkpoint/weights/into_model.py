@@ -27,9 +27,9 @@ from accel_trainer import logging
 from accel_trainer.checkpoint.boxes import Box
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest, check_files
 from accel_trainer.checkpoint.shards import local_box, local_tensor, materialize
-from accel_trainer.checkpoint.weights.offloaded import Index, offload_weight, save_offload_index
+from accel_trainer.checkpoint.weights.offloaded import Index, offload_weight, outlines_of, save_offload_index
 from accel_trainer.checkpoint.weights.weight_files import BroadcastFiles, WeightFiles
-from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.errors import ConfigError, IncompatibleCheckpointError, OffloadedModelError
 from accel_trainer.runtime.cores import usable_cores
 from accel_trainer.runtime.model_wrappers import unwrap_module
 from accel_trainer.runtime.process import find_process, with_index
@@ -174,6 +174,7 @@ def load_checkpoint_in_model(
         CheckpointNotFoundError: there are no weights.
         IncompatibleCheckpointError: shapes differ, or names with `strict`; nothing was loaded then.
         CorruptCheckpointError: a file differs from what was written.
+        OffloadedModelError: the model has hooks that bring in other weights.
         ConfigError: `device_map` does not say where a tensor goes, or nothing says where the disk is; `dtype` is not
             that of a sharded model; or an option of bitsandbytes is given.
     """
@@ -183,6 +184,11 @@ def load_checkpoint_in_model(
     if offload_folder is None and offload_index is None:
         _refuse_disk(device_map)
     model = unwrap_module(model)
+    if next(outlines_of(model), None) is not None:
+        raise OffloadedModelError(
+            f"{type(model).__name__} is offloaded: its hooks would bring in the weights that it was dispatched with, "
+            "and not those of the checkpoint; take them off with remove_hook_from_submodules(model), and load then"
+        )
     weights = _open(Path(checkpoint), broadcast_from_rank0)
     if verify:
         _verify(weights)
