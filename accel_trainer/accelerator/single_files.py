@@ -31,6 +31,7 @@ from accel_trainer.checkpoint.run_state import read_on_main
 from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.torch_files import PLAIN_ARRAYS, load_torch_file
 from accel_trainer.checkpoint.weights.adapters import is_peft_model
+from accel_trainer.checkpoint.weights.into_model import require_tensors
 from accel_trainer.checkpoint.weights.weight_files import distinct, make_tensors, save_weights
 from accel_trainer.config import NonFiniteAction
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
@@ -286,7 +287,7 @@ def _find(directory: Path, stem: str, index: int, in_shards: bool) -> Path:
 def _own_state(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
     """Return the state_dict of a model that was never prepared, by the user's own names; offloaded weights are read."""
     own = unwrap_module(model)
-    state = lazy_state_dict(own) if is_offloaded(own) else own.state_dict()
+    state = lazy_state_dict(own) if is_offloaded(own) else require_tensors(own, own.state_dict())
     return {uncompiled_name(name): tensor for name, tensor in state.items()}
 
 

@@ -37,7 +37,12 @@ from accel_trainer.big_models.module_tensors import (
 )
 from accel_trainer.checkpoint.safetensors_file import LazyTensor, SafetensorsFile
 from accel_trainer.checkpoint.torch_files import load_torch_file
-from accel_trainer.checkpoint.weights.into_model import describe_names, load_checkpoint_in_model, place_of
+from accel_trainer.checkpoint.weights.into_model import (
+    describe_names,
+    load_checkpoint_in_model,
+    place_of,
+    require_tensors,
+)
 from accel_trainer.checkpoint.weights.offloaded import (
     OFFLOAD_INDEX_NAME,
     OffloadedWeightsLoader,
@@ -72,9 +77,12 @@ def cpu_offload(
         execution_device: where it computes; None is the device of its first parameter.
         state_dict: the weights; None is those of the model.
         preload_module_classes: names of classes whose modules use the weights of modules inside without calling them.
+
+    Raises:
+        ConfigError: a weight has no values, or the model is offloaded already.
     """
     if state_dict is None:
-        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
+        state_dict = get_state_dict_offloaded_model(model)
     weights = OffloadedWeightsLoader(state_dict, aliases=_aliases(model, state_dict))
     return _offload(model, weights, execution_device, offload_buffers, preload_module_classes)
 
@@ -104,7 +112,7 @@ def disk_offload(
         IncompatibleCheckpointError: a weight has no values, neither in the model nor in the folder.
         DiskFullError: there is no room.
     """
-    index = _write_missing(model, model.state_dict(keep_vars=True), offload_dir)
+    index = _write_missing(model, require_tensors(model, model.state_dict(keep_vars=True)), offload_dir)
     weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index, aliases=_aliases(model, index))
     return _offload(model, weights, execution_device, offload_buffers, preload_module_classes)
 
@@ -116,6 +124,10 @@ def _offload(
     offload_buffers: bool,
     preload_module_classes: Classes,
 ) -> nn.Module:
+    if is_offloaded(model):
+        raise OffloadedModelError(
+            f"{type(model).__name__} is offloaded already; take its hooks off with remove_hook_from_submodules(model)"
+        )
     if execution_device is None:
         execution_device = next((each.device for each in model.parameters() if not each.is_meta), torch.device("cpu"))
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
@@ -203,6 +215,7 @@ def dispatch_model(
     device_map = _with_modules_offloaded(model, device_map)
     places = list(dict.fromkeys(device_map.values()))
     if len(places) == 1 and places != ["disk"] and not force_hooks:
+        lazy_state_dict(model)  # says which weights have no values
         model.to(places[0])
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         _hook_encoder(model)
@@ -440,7 +453,8 @@ def lazy_state_dict(model: nn.Module) -> dict[str, Tensor | LazyTensor]:
             later = LazyTensor(dtype, tuple(stored.shape), partial(stored.to, dtype))
             found = converted.setdefault((stored.data_ptr(), dtype), later)  # names of tied weights share one
         offloaded[name] = found
-    state = {name: offloaded.get(name, tensor) for name, tensor in model.state_dict().items()}
+    own = require_tensors(model, model.state_dict())
+    state = {name: offloaded.get(name, tensor) for name, tensor in own.items()}
     empty = [name for name, tensor in state.items() if isinstance(tensor, Tensor) and tensor.is_meta]
     if empty:
         raise ConfigError(

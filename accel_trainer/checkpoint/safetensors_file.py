@@ -44,6 +44,7 @@ _DTYPES = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }
 _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 _CHUNK_BYTES = 16 * 2**20

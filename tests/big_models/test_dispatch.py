@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 from pathlib import Path
@@ -234,6 +235,13 @@ def test_what_has_no_values_is_an_error(model: Net, tmp_path: Path):
         disk_offload(empty, tmp_path)
     with pytest.raises(ConfigError, match=r"to 'disk', and nothing says where that is; give offload_dir"):
         dispatch_model(model, {"": "disk"})
+    for offload in (cpu_offload, lambda each: dispatch_model(each, {"": "cpu"})):
+        with pytest.raises(
+            ConfigError, match=r"'scale', .* of Net have no values: they are on the meta device, and not"
+        ):
+            offload(empty)
+    with pytest.raises(OffloadedModelError, match="Linear is offloaded already; take its hooks off with remove_hook"):
+        cpu_offload(cpu_offload(nn.Linear(2, 2)))
     disk_offload(nn.Linear(2, 2), tmp_path)
     with init_empty_weights():
         larger = nn.Linear(3, 2)
@@ -242,6 +250,49 @@ def test_what_has_no_values_is_an_error(model: Net, tmp_path: Path):
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="cannot be mapped tensor by tensor; give offload_folder"):
         load_checkpoint_and_dispatch(model, tmp_path / "pytorch_model.bin", {"": "disk"})
+
+
+@pytest.mark.parametrize("entry", [{}, {"dtype": 3, "shape": [2, 2]}, {"dtype": "float32", "shape": "x"}])
+def test_a_damaged_index_is_an_error(tmp_path: Path, entry: dict[str, Any]):
+    disk_offload(nn.Linear(2, 2), tmp_path)
+    (tmp_path / "index.json").write_text(json.dumps({"weight": entry}))
+    with init_empty_weights():
+        empty = nn.Linear(2, 2, bias=False)
+    with pytest.raises(IncompatibleCheckpointError, match=r"index\.json is no index of offloaded weights"):
+        disk_offload(empty, tmp_path)
+
+
+class _WithState(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("how", ["save", "get", "load", "cpu", "disk"])
+def test_a_state_that_is_no_tensor_is_an_error(tmp_path: Path, how: str):
+    model, accelerator = _WithState(2, 2), Accelerator(cpu=True)
+    save_weights(nn.Linear(2, 2).state_dict(), tmp_path)
+    calls: dict[str, Any] = {
+        "save": lambda: accelerator.save_model(model, tmp_path / "out"),
+        "get": lambda: accelerator.get_state_dict(model),
+        "load": lambda: load_checkpoint_in_model(model, tmp_path),
+        "cpu": lambda: cpu_offload(model),
+        "disk": lambda: disk_offload(model, tmp_path / "out"),
+    }
+    with pytest.raises(ConfigError, match=r"_extra_state of _WithState is a dict, and .*get_extra_state\(\): torch"):
+        calls[how]()
+
+
+def test_scales_of_eight_bits_are_saved_and_loaded(tmp_path: Path):
+    model = nn.ParameterDict({"scale": nn.Parameter(torch.rand(4).to(torch.float8_e8m0fnu), requires_grad=False)})
+    values = model["scale"].view(torch.uint8).clone()
+    Accelerator(cpu=True).save_model(model, tmp_path)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["scale"].view(torch.uint8), values)
+    model["scale"].view(torch.uint8).zero_()
+    load_checkpoint_in_model(model, tmp_path)
+    assert torch.equal(model["scale"].view(torch.uint8), values)
 
 
 def test_options_of_loading(model: Net, tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -192,7 +192,7 @@ def load_checkpoint_in_model(
     weights = _open(Path(checkpoint), broadcast_from_rank0)
     if verify:
         _verify(weights)
-    own = model.state_dict(keep_vars=True)
+    own = require_tensors(model, model.state_dict(keep_vars=True))
     groups = names_by_tensor(own)
     # Names and shapes of all before the first is filled: a model that does not fit is left as it was.
     sources, missing, unexpected = _match(own, groups.values(), weights)
@@ -216,6 +216,17 @@ def load_checkpoint_in_model(
     if offload_index is None and offload_folder is not None:
         _write_index(index, Path(offload_folder))
     return report
+
+
+def require_tensors(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """Return a model's state dict, which has to hold tensors only."""
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"{name} of {type(model).__name__} is a {type(value).__name__}, and a model's state holds "
+                "tensors; return one from get_extra_state(): torch.frombuffer(bytearray(data), dtype=torch.uint8)"
+            )
+    return state
 
 
 def _convert(own: Mapping[str, Tensor], names: Iterable[str], dtypes: Mapping[str, torch.dtype]) -> None:

@@ -75,6 +75,13 @@ def _dtype_of(name: str) -> torch.dtype:
     return found
 
 
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or isinstance(entry.get("safetensors_file"), str):
+        return isinstance(entry, dict)
+    shape = entry.get("shape")
+    return isinstance(entry.get("dtype"), str) and isinstance(shape, list) and all(type(n) is int for n in shape)
+
+
 def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
     """Return the index of a folder of offloaded weights."""
     path = Path(offload_folder, OFFLOAD_INDEX_NAME)
@@ -86,7 +93,7 @@ def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
         ) from None
     except ValueError as error:
         raise IncompatibleCheckpointError(f"{path.absolute()} is no index of offloaded weights: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+    if not isinstance(found, dict) or not all(map(_is_entry, found.values())):
         raise IncompatibleCheckpointError(
             f"{path.absolute()} is no index of offloaded weights; offload the model again"
         )

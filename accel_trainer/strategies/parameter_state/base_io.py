@@ -32,7 +32,7 @@ from accel_trainer.checkpoint.reader import StoredCheckpoint
 from accel_trainer.checkpoint.run_state import OWN_STATE, decode
 from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.shards import ShardedTensors, StoredShards, local_box, stored_tensors
-from accel_trainer.checkpoint.weights.into_model import describe_names, names_by_tensor
+from accel_trainer.checkpoint.weights.into_model import describe_names, names_by_tensor, require_tensors
 from accel_trainer.checkpoint.weights.offloaded import offloaded_tensors, outlines_of
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.shared_errors import raise_together
@@ -292,14 +292,8 @@ class CheckpointIO(ABC):
     def model_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers as the engine holds them, tied ones under every name."""
         offloaded = offloaded_tensors(self.module)
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            value = offloaded.get(name, value)
-            if not isinstance(value, Tensor):
-                raise ConfigError(
-                    f"{name} of {type(self.module).__name__} is a {type(value).__name__}, and a model's state holds "
-                    "tensors; return one from get_extra_state(): torch.frombuffer(bytearray(data), dtype=torch.uint8)"
-                )
-            yield uncompiled_name(name), value
+        for name, value in require_tensors(self.module, self.module.state_dict(keep_vars=True)).items():
+            yield uncompiled_name(name), offloaded.get(name, value)
 
     def _distinct_tensors(self) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Return parameters and buffers under the first of their names, and that name by every other of a tied one."""
