@@ -45,7 +45,7 @@ from accel_trainer.trainer.arguments.fsdp_arguments import (
     loads_after_sharding,
     recomputes_activations,
 )
-from accel_trainer.trainer.arguments.training_arguments import MIRRORED_FIELDS, TrainingArguments, setting
+from accel_trainer.trainer.arguments.training_arguments import TAKEN_FIELDS, TrainingArguments, setting
 from accel_trainer.trainer.loss import build_smoother
 from accel_trainer.trainer.loss_spikes import check_loss_spikes
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-_FIXED = sorted(MIRRORED_FIELDS - {"data_seed"})
+_FIXED = sorted(TAKEN_FIELDS - {"data_seed"})
 _OF_OPTIMIZER = (
     "optim", "optim_args", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
     "optim_target_modules",
@@ -681,7 +681,7 @@ class TakenArguments:
         value = getattr(args, name)
         is_changed = name in self._values and self._values[name] != value
         # A copy: a dict or a list that is changed in place would equal itself at the next call.
-        self._values[name] = copy.copy(value)
+        self._values[name] = copy.deepcopy(value)
         return is_changed
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from accel_trainer import ParallelismConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.trainer import Trainer
 from tests.cells import beyond
@@ -218,8 +219,48 @@ def test_what_is_assigned_before_a_trainer_is_built_is_as_given(tmp_path):
     assert history_of(trainer) == history_of(direct)
 
 
+def test_what_is_assigned_to_a_copy_is_that_copys_own(tmp_path):
+    base = arguments(tmp_path, **settings())
+    for given in ({"meters": True}, {"ema_decay": 0.5}, {"meters": False}):
+        args = copy.copy(base)
+        for name, value in given.items():
+            setattr(args, name, value)
+
+        trainer = build(tmp_path, build_model(), args=args)
+
+        assert trainer.accelerator.config == build(tmp_path, build_model(), **given).accelerator.config
+
+
+def test_what_is_changed_within_an_argument_is_taken_or_refused(tmp_path):
+    mixture = {"datasets": [{"path": "a", "weight": 1}, {"path": "b", "weight": 1}]}
+    args = arguments(tmp_path, dataset_mixture=mixture)
+    args.dataset_mixture["datasets"][0]["weight"] = 9
+    args.take_assigned()
+    assert args.resolved.config.dataset_mixture["datasets"][0]["weight"] == 9
+
+    sharded = arguments(tmp_path, fsdp=True, fsdp_config={"fsdp": {"backward_prefetch": False}})
+    sharded.fsdp_config["accel_trainer"]["fsdp"]["backward_prefetch"] = True
+    with pytest.raises(
+        ConfigError, match=r"args\.fsdp_config was set to .* after TrainingArguments\(\) had been built"
+    ):
+        sharded.take_assigned()
+
+    trainer = build(tmp_path, build_model(), accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 1}})
+    trainer.args.accelerator_config.gradient_accumulation_kwargs["num_steps"] = 2
+    with pytest.raises(ConfigError, match=r"args\.accelerator_config was set to .* after the Trainer had been built"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [("bf16", True), ("fsdp", True), ("use_cpu", False), ("accelerator_config", {"a": 1})]
+    ("name", "value"),
+    [
+        ("bf16", True),
+        ("fsdp", True),
+        ("use_cpu", False),
+        ("accelerator_config", {"a": 1}),
+        ("parallelism_config", ParallelismConfig(tp_size=2)),
+        ("ddp_backend", "nccl"),
+    ],
 )
 def test_what_other_things_were_made_of_is_refused_when_a_trainer_is_built(tmp_path, name, value):
     args = arguments(tmp_path)
@@ -229,12 +270,16 @@ def test_what_other_things_were_made_of_is_refused_when_a_trainer_is_built(tmp_p
         build(tmp_path, build_model(), args=args)
 
 
-@pytest.mark.parametrize(("name", "value"), [("bf16", True), ("fsdp", True), ("torch_compile", True)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("bf16", True), ("fsdp", True), ("torch_compile", True), ("ddp_backend", "nccl")]
+)
 def test_a_value_that_the_trainer_is_prepared_for_cannot_change(tmp_path, name, value):
     trainer = build(tmp_path, build_model())
     setattr(trainer.args, name, value)
 
-    with pytest.raises(ConfigError, match=rf"args\.{name} was set to True after the Trainer had been built with .*, "):
+    with pytest.raises(
+        ConfigError, match=rf"args\.{name} was set to {value!r} after the Trainer had been built with .*, "
+    ):
         trainer.train()
 
 

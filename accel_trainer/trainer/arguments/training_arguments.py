@@ -86,10 +86,12 @@ _TAKEN = {
 }
 """Arguments of transformers' that an option gives, by its path, where they have their defaults."""
 MIRRORED_FIELDS: frozenset[str] = frozenset(_OPTIONS) | {
-    "accelerator_config", "bf16", "deepspeed", "fp16", "fsdp", "fsdp_config", "torch_compile", "torch_compile_backend",
-    "torch_compile_mode",
+    "accelerator_config", "bf16", "deepspeed", "fp16", "fsdp", "fsdp_config", "parallelism_config", "torch_compile",
+    "torch_compile_backend", "torch_compile_mode",
 }  # fmt: skip
 """Fields whose values, with their sources, are those of the resolved configuration."""
+TAKEN_FIELDS = MIRRORED_FIELDS | {"ddp_backend"}
+"""Those, and the one that the process group alone is made of."""
 _LEFT_OPEN = ("loss_division", "on_changed_run", "on_nonfinite")
 """Options whose default is that of `compat`: None was not given."""
 _COMPAT_FIELDS = ("eval_loss_weighting", "logging_nan_inf_filter")
@@ -373,10 +375,10 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def _copy_mirrored(self) -> dict[str, Any]:
         """Return the values of the fields that the configuration is resolved from, as they are now."""
-        values = {name: copy.copy(getattr(self, name, None)) for name in sorted(MIRRORED_FIELDS)}
+        values = {name: copy.deepcopy(getattr(self, name, None)) for name in sorted(TAKEN_FIELDS)}
         if is_dataclass(self.accelerator_config):  # else another thing was assigned, which is refused as a whole
             nested = vars(values.pop("accelerator_config"))
-            values |= {f"accelerator_config.{name}": copy.copy(value) for name, value in nested.items()}
+            values |= {f"accelerator_config.{name}": value for name, value in nested.items()}
         return values
 
     def take_assigned(self) -> None:
@@ -388,6 +390,8 @@ class TrainingArguments(transformers.TrainingArguments):
         self._take_checkpointing_policy()
         before, now = self._mirrors, self._copy_mirrored()
         changed = [name for name, value in now.items() if name not in before or before[name] != value]
+        # A new one: a copy of the arguments has the same.
+        self._asked = {**self._asked, "explicit": dict(self._asked["explicit"])}
         for name in changed:
             option = _LATE.get(name)
             if option is None:
