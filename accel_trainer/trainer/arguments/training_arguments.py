@@ -338,8 +338,12 @@ class TrainingArguments(transformers.TrainingArguments):
         self._resolve()
         self._take_compat()
         self.use_cpu = self.resolved.config.use_cpu
+        self.accelerator_config.left_open = {}
         for name in _DATA_OPTIONS:  # so that arguments made of these, by to_dict() for instance, say the same
-            setattr(self.accelerator_config, name, getattr(self.resolved.config.data, name))
+            value = getattr(self.resolved.config.data, name)
+            setattr(self.accelerator_config, name, value)
+            if self.resolved.source(f"data.{name}").kind in (SourceKind.DEFAULT, SourceKind.COMPAT):
+                self.accelerator_config.left_open[name] = value
         self._take_accumulation()
         start_engine(self, self.resolved)
         # Upstream would export compile options as ACCELERATE_DYNAMO_* variables, and import accelerate for DeepSpeed. A
@@ -579,11 +583,21 @@ def _options_of_state(resolved: Resolved) -> dict[str, Any]:
     return options
 
 
+class _OwnConfig(AcceleratorConfig):
+    """An `accelerator_config` with the options that nobody gave, and their values.
+
+    These are in no field: `dataclasses.replace` hands on the object, and `to_dict()` the fields alone.
+    """
+
+    __slots__ = ("left_open",)
+    left_open: dict[str, Any]
+
+
 def _default(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
-def _read_accelerator_config(given: Any) -> tuple[AcceleratorConfig, dict[str, Any]]:
+def _read_accelerator_config(given: Any) -> tuple[_OwnConfig, dict[str, Any]]:
     """Return `accelerator_config` (dict, JSON, file or instance) as upstream's class, and the options it gives."""
     if isinstance(given, type):
         raise NotImplementedError(
@@ -591,12 +605,14 @@ def _read_accelerator_config(given: Any) -> tuple[AcceleratorConfig, dict[str, A
             "Please pass in a fully constructed `AcceleratorConfig` object instead."
         )
     if isinstance(given, AcceleratorConfig):
-        defaults = AcceleratorConfig()
-        names = [item.name for item in fields(given) if getattr(given, item.name) != getattr(defaults, item.name)]
-        config = copy.copy(given)
+        values: Mapping[str, Any] = {item.name: getattr(given, item.name) for item in fields(given)}
+        # An instance of the user's own at upstream's default gives nothing.
+        usual = getattr(given, "left_open", vars(AcceleratorConfig()))
+        names = [name for name, value in values.items() if name not in usual or value != usual[name]]
     else:
         values = _read_mapping(given or {})
-        names, config = list(values), AcceleratorConfig(**values)
+        names = list(values)
+    config = _OwnConfig(**values)
     options = {f"data.{name}": getattr(config, name) for name in _DATA_OPTIONS if name in names}
     if (sync := _read_accumulation(config.gradient_accumulation_kwargs or {}).get("sync_each_batch")) is not None:
         options["accumulation.sync_each_batch"] = sync

@@ -221,11 +221,21 @@ def test_batches_are_even_where_that_is_asked_for_and_arguments_read_back(tmp_pa
     data = args.resolved.config.data
 
     assert (data.even_batches, data.split_batches) == (even, (given or {}).get("split_batches", False))
-    forms = [args.to_dict()["accelerator_config"]]
-    if not even:  # an instance at upstream's default gives nothing
-        forms.append(args.accelerator_config)
-    for form in forms:
+    for form in (args.to_dict()["accelerator_config"], args.accelerator_config, copy.deepcopy(args.accelerator_config)):
         assert build(tmp_path, accelerator_config=form).resolved.config.data == data
+
+
+def test_arguments_made_of_others_take_what_was_given_to_those_and_leave_the_rest_open(tmp_path):
+    given = build(tmp_path, accelerator_config={"even_batches": True})
+    assigned = build(tmp_path)
+    assigned.accelerator_config.even_batches = True  # in place, as TRL does
+    filed = build(tmp_path, fsdp=True, fsdp_config={**OWN, "data": {"even_batches": True}})
+    for args in (given, assigned, filed):
+        again = dataclasses.replace(args, learning_rate=1e-3)
+        assert again.resolved.describe("data.even_batches").startswith("data.even_batches=true (from")
+    as_upstream = dataclasses.replace(build(tmp_path), compat="transformers")
+    assert as_upstream.resolved.config.data.even_batches is True
+    assert dataclasses.replace(as_upstream, compat="none").resolved.config.data.even_batches is False
 
 
 def test_fsdp_config_alone_says_that_it_is_not_read(tmp_path, caplog):
