@@ -29,17 +29,19 @@ from accel_trainer.strategies.api import Capabilities, Strategy
 
 _AUTO = "auto"
 _ONLY = "default"  # name of a plugin that is the only one
-_MOE = "transformer_moe_cls_names"
+_MOE = "deepspeed_moe_layer_cls_names"
+_KEYS = {key: "transformer_moe_cls_names" if key == _MOE else key for key in (*FIELDS, *SHARED_KEYS)}
+"""Field of the plugin for each key of a block that has one."""
 
-_READ_BY_SCRIPTS = (
-    ("train_batch_size", _AUTO),
-    ("train_micro_batch_size_per_gpu", _AUTO),
-    ("gradient_accumulation_steps", _AUTO),
-    ("gradient_clipping", _AUTO),
-    ("zero_optimization.offload_optimizer.device", "none"),
-    ("zero_optimization.offload_param.device", "none"),
-    ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
-)
+_READ_BY_SCRIPTS = {
+    "train_batch_size": _AUTO,
+    "train_micro_batch_size_per_gpu": _AUTO,
+    "gradient_accumulation_steps": _AUTO,
+    "gradient_clipping": _AUTO,
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_param.device": "none",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+}
 
 
 class HfDeepSpeedConfig:
@@ -104,8 +106,8 @@ class HfDeepSpeedConfig:
 class DeepSpeedPlugin(OptionObject):
     """Run with DeepSpeed: giving one chooses strategy "deepspeed". None leaves an option as configured.
 
-    After the Accelerator has been made, the plugin shows the resolved configuration of the run. `deepspeed_config` may
-    be changed until `prepare` is called, which gives it to the engine.
+    Fields may be set until an Accelerator is made, which has the plugin show the resolved configuration of the run.
+    `deepspeed_config` may be changed until `prepare` is called, which gives it to the engine.
 
     Raises:
         ConfigError: the configuration cannot be read, or says something else than a field that was given.
@@ -144,27 +146,33 @@ class DeepSpeedPlugin(OptionObject):
             )
         self._given = {f.name: getattr(self, f.name) for f in fields(self)}
         self.hf_ds_config = HfDeepSpeedConfig(self._block())
-        self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
         # What scripts read, as accelerate's plugin has it from the start: keys with what their absence means.
-        absent = _READ_BY_SCRIPTS if self._given["hf_ds_config"] is None else ()
-        self._added = {path: value for path, value in absent if get_key(self.deepspeed_config, path) is None}
-        for path, value in self._added.items():
-            set_key(self.deepspeed_config, path, value)
+        self._added = self._add_absent(_READ_BY_SCRIPTS if self._given["hf_ds_config"] is None else {})
         self.building: Callable[[bool], contextlib.AbstractContextManager[None]] | None = None
         """Switch of the strategy of the Accelerator that uses the plugin: true shards models while they are built."""
         self.selected = False
         """Whether it is the plugin in use, of several."""
+        self._edited: dict[str, Any] | None = None
         self._show()
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The configuration, "auto" included."""
+        config: dict[str, Any] = self.hf_ds_config.config
+        return config
+
+    @deepspeed_config.setter
+    def deepspeed_config(self, config: dict[str, Any]) -> None:
+        self.hf_ds_config.config = config
 
     def _block(self) -> dict[str, Any]:
         source = self._given["hf_ds_config"]
         if source is not None and not isinstance(source, str | Mapping):
             source = getattr(source, "config", source)  # of an HfDeepSpeedConfig, or another library's
         block = block_of(source) if source is not None else {}
-        for name in (*FIELDS, *SHARED_KEYS, _MOE):
-            value = self._given.get(name)
-            if value is not None and (name in FIELDS or name == _MOE or value != _AUTO):
-                key = "deepspeed_moe_layer_cls_names" if name == _MOE else name
+        for key, name in _KEYS.items():
+            value = self._given[name]
+            if value is not None and (key in FIELDS or value != _AUTO):
                 known = block.get(key)
                 if known not in (None, _AUTO, value):
                     raise ConfigError(
@@ -173,6 +181,13 @@ class DeepSpeedPlugin(OptionObject):
                     )
                 block[key] = value
         return block
+
+    def _add_absent(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Put values where the configuration has none, and return those."""
+        absent = {path: value for path, value in values.items() if get_key(self.deepspeed_config, path) is None}
+        for path, value in absent.items():
+            set_key(self.deepspeed_config, path, value)
+        return absent
 
     def _show(self) -> None:
         """Set the fields to the values of the configuration."""
@@ -188,15 +203,34 @@ class DeepSpeedPlugin(OptionObject):
         self.transformer_moe_cls_names = ",".join(classes) if classes else None
         self.zero3_init_flag = self.hf_ds_config.is_zero3() and ask(ZERO3_INIT) is not False
         self._shown = copy.deepcopy(self.deepspeed_config)
+        self._shown_fields = {name: getattr(self, name) for name in _KEYS.values()}
+
+    def _take_fields(self) -> None:
+        """Put the fields that were set since they were shown into the configuration."""
+        for key, name in _KEYS.items():
+            value = getattr(self, name)
+            if value not in (None, self._shown_fields[name]):
+                path = FIELDS.get(key, key)
+                # What is read is checked, and has no "none", which takes an offload back.
+                set_key(self.deepspeed_config, path, get_key(read_block({key: value}).data, path, value))
+
+    def engine_config(self) -> dict[str, Any]:
+        """Return the configuration without the keys that are there for scripts to read."""
+        config: dict[str, Any] = {}
+        for path, value in leaves(self.deepspeed_config, known_only=True):
+            if self._added.get(path) != value:
+                set_key(config, path, copy.deepcopy(value))
+        return config
+
+    def _find_changes(self) -> dict[str, Any] | None:
+        """Return the configuration where the script has changed it, before an earlier Accelerator too; else None."""
+        return copy.deepcopy(self._edited) if self.deepspeed_config == self._shown else self.engine_config()
 
     def explicit(self) -> dict[str, Any]:
         """Return the options that were set, by dotted path."""
         options: dict[str, Any] = {"strategy": "deepspeed"}
-        if self.deepspeed_config != self._shown:
-            changed: dict[str, Any] = {}
-            for path, value in leaves(self.deepspeed_config):
-                if self._added.get(path) != value:
-                    set_key(changed, path, copy.deepcopy(value))
+        self._take_fields()
+        if (changed := self._find_changes()) is not None:
             return {**options, "deepspeed": changed}
         steps = self._given["gradient_accumulation_steps"]
         block = self._block()
@@ -210,10 +244,12 @@ class DeepSpeedPlugin(OptionObject):
 
     def refresh(self, config: RunConfig) -> None:
         """Show the configuration of a run."""
+        self._edited = self._find_changes()
         self.deepspeed_config.clear()
         self.deepspeed_config.update(read_block(config.deepspeed).data)
         if self.deepspeed_config.get("gradient_accumulation_steps", _AUTO) == _AUTO:
             self.deepspeed_config["gradient_accumulation_steps"] = config.accumulation.num_steps
+        self._add_absent(self._added)
         self._show()
 
     def select(self) -> None:
@@ -361,7 +397,7 @@ class DeepSpeedPlugins:
         """Return the configuration with the changes to the plugin's `deepspeed_config` by the script."""
         if self.selected is None or self.plugins[self.selected].deepspeed_config == self._shown[self.selected]:
             return resolved
-        changed = self.plugins[self.selected].deepspeed_config
+        changed = self.plugins[self.selected].engine_config()
         return replace(resolved, config=replace(resolved.config, deepspeed=changed))
 
     def require(self, name: str) -> DeepSpeedPlugin:

@@ -67,7 +67,7 @@ def test_every_field_reaches_the_configuration():
     open_ones = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     assert plugin.deepspeed_config == {**expected, **open_ones, "gradient_accumulation_steps": 4}
     plugin.refresh(config)
-    assert plugin.deepspeed_config == {**expected, "gradient_accumulation_steps": 4}
+    assert plugin.deepspeed_config == {**expected, **open_ones, "gradient_accumulation_steps": 4}
     assert plugin.transformer_moe_cls_names == "A,B"
     assert not plugin.is_zero3_init_enabled()
 
@@ -112,10 +112,10 @@ def test_what_a_field_leaves_open_comes_from_the_other_sources():
     assert plugin.hf_ds_config.is_zero3()
 
 
-def test_the_configuration_has_the_keys_that_scripts_read_from_the_start():
+def test_the_configuration_has_the_keys_that_scripts_read_all_the_time():
     plugin = DeepSpeedPlugin()
     absent = {"device": "none"}
-    assert plugin.deepspeed_config == {
+    expected = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -127,16 +127,68 @@ def test_the_configuration_has_the_keys_that_scripts_read_from_the_start():
             "stage3_gather_16bit_weights_on_model_save": False,
         },
     }
+    assert plugin.deepspeed_config == expected
+    plugins, first = DeepSpeedPlugins.of(plugin, None), resolved(plugin)
+    plugins.resolve(first, SimpleNamespace(distributed_type="DEEPSPEED"), resolved)
+    plugins.use("default", first, SimpleNamespace(building=None))
+    assert plugin.deepspeed_config == {**expected, "gradient_accumulation_steps": 1}
+    assert plugins.edited(first) is first
+    plugin.deepspeed_config["gradient_clipping"] = 0.5
+    assert plugins.edited(first).config.deepspeed == {
+        "zero_optimization": {"stage": 2},
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.5,
+    }
 
 
-def test_changes_of_the_configuration_are_taken():
+def test_changes_of_the_configuration_are_taken_by_every_accelerator():
     plugin = DeepSpeedPlugin(zero_stage=1)
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 4
     plugin.set_value("zero_optimization.overlap_comm", True)
-    assert read_block(resolved(plugin).config.deepspeed).data == {
-        "zero_optimization": {"stage": 1, "overlap_comm": True},
-        "train_micro_batch_size_per_gpu": 4,
-    }
+    for _ in range(2):
+        config = resolved(plugin).config
+        plugin.refresh(config)
+        assert read_block(config.deepspeed).data == {
+            "zero_optimization": {"stage": 1, "overlap_comm": True},
+            "train_micro_batch_size_per_gpu": 4,
+        }
+
+
+@pytest.mark.parametrize(
+    ("given", "assigned"),
+    [
+        ({"zero_stage": 2}, {"zero_stage": 3, "gradient_clipping": 0.5, "gradient_accumulation_steps": 4}),
+        ({"zero_stage": 3, "offload_param_device": "cpu"}, {"offload_param_device": "none", "zero3_init_flag": False}),
+        ({"hf_ds_config": "zero3"}, {"offload_optimizer_device": "cpu", "transformer_moe_cls_names": "A, B"}),
+    ],
+)
+def test_fields_that_are_assigned_are_taken_as_given_ones(given, assigned):
+    plugin = DeepSpeedPlugin(**given)
+    for name, value in assigned.items():
+        setattr(plugin, name, value)
+    direct = DeepSpeedPlugin(**(given | assigned))
+
+    config, expected = resolved(plugin).config, resolved(direct).config
+
+    assert config.accumulation == expected.accumulation
+    plugin.refresh(config)
+    direct.refresh(expected)
+    assert {**plugin.to_dict(), "hf_ds_config": None} == {**direct.to_dict(), "hf_ds_config": None}
+    assert plugin.deepspeed_config == direct.deepspeed_config
+    plugin.zero_stage = 7
+    with pytest.raises(ConfigError, match="zero_stage is 7; expected 0, 1, 2 or 3"):
+        plugin.explicit()
+
+
+def test_a_configuration_that_is_assigned_is_the_one_that_is_shown():
+    plugin = DeepSpeedPlugin(zero_stage=2)
+    plugin.deepspeed_config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.25}
+    assert plugin.get_value("gradient_clipping") == 0.25
+
+    plugin.refresh(resolved(plugin).config)
+
+    assert (plugin.zero_stage, plugin.gradient_clipping) == (1, 0.25)
+    assert plugin.hf_ds_config.config is plugin.deepspeed_config
 
 
 def test_changes_of_a_plugin_that_is_not_in_use_hold_when_it_is_selected():
