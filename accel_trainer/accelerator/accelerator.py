@@ -160,8 +160,10 @@ class Accelerator(
         self.project_configuration.set_directories(project_dir)
         self._trackers = Trackers(log_with, self.project_configuration, self.process)
         asked = self.config.parallel
-        if parallelism_config is None and asked != ParallelConfig():
-            found = self._axis_sizes  # of which one may take the ranks that are left
+        found = self._axis_sizes  # of which one may take the ranks that are left
+        if parallelism_config is not None:
+            parallelism_config.take_sizes(found)
+        elif asked != ParallelConfig():
             asked = dataclasses.replace(asked, dp_replicate_size=found.dp_replicate, dp_shard_size=found.dp_shard)
             parallelism_config = ParallelismConfig.of(asked)
         self.state = AcceleratorState(

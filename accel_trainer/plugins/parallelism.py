@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_trainer.config.parallel import AXES
+from accel_trainer.config.parallel import AXES, AxisSizes
 from accel_trainer.config.schema import CommStrategy
 from accel_trainer.errors import ConfigError, did_you_mean
 from accel_trainer.plugins.kwargs import OptionObject
@@ -30,7 +30,16 @@ _ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 
 
 def _variable(name: str, default: str) -> str:
-    return read_environment().get(f"{_PREFIX}{name.upper()}", default)
+    return read_environment().get(f"{_PREFIX}{name.upper()}", "").strip() or default
+
+
+def _number(name: str, default: str) -> int:
+    value = _variable(name, default)
+    if not value.isdecimal():
+        raise ConfigError(
+            f"environment variable {_PREFIX}{name.upper()} is {value!r}; expected a whole number of at least 1"
+        )
+    return int(value)
 
 
 @dataclass
@@ -75,7 +84,7 @@ class DeepSpeedSequenceParallelConfig:
                     "sp_seq_length_is_variable is False, and sp_seq_length is not given; pass the length, or set "
                     f"{_PREFIX}SP_SEQ_LENGTH"
                 )
-            self.sp_seq_length = None if length == "None" else int(length)
+            self.sp_seq_length = None if length == "None" else _number("sp_seq_length", "")
         self.sp_attn_implementation = self.sp_attn_implementation or _variable("sp_attn_implementation", "") or None
         name = self.sp_attn_implementation
         if name is not None and name not in _ATTENTIONS and "/" not in name:
@@ -108,8 +117,9 @@ def _product(*axes: str, doc: str) -> Any:
 class ParallelismConfig(OptionObject):
     """Sizes of the axes over which a job is laid out; their product is the number of processes.
 
-    A size that is None comes from `PARALLELISM_CONFIG_...`, and is 1 without that. `dp_replicate_size` alone is DDP,
-    `dp_shard_size` is FSDP2, both are hybrid sharding.
+    A size that is None comes from `PARALLELISM_CONFIG_...`, and is 1 without that; a dp size then takes the ranks that
+    are left, once an Accelerator is made. `dp_replicate_size` alone is DDP, `dp_shard_size` is FSDP2, both are hybrid
+    sharding.
 
     Raises:
         ConfigError: a size is below 1, or two axes exclude each other.
@@ -136,10 +146,12 @@ class ParallelismConfig(OptionObject):
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        dp_sizes = ("dp_replicate_size", "dp_shard_size")
+        self._open = {name for name in dp_sizes if getattr(self, name) is None and not _variable(name, "")}
         for axis in (*AXES, "ep"):
             name = f"{axis}_size"
             if getattr(self, name) is None:
-                setattr(self, name, int(_variable(name, "1")))
+                setattr(self, name, _number(name, "1"))
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name} must be at least 1, but got {size!r}; give the number of ranks")
@@ -236,9 +248,19 @@ class ParallelismConfig(OptionObject):
             )
         return self.device_mesh
 
+    def take_sizes(self, sizes: AxisSizes) -> None:
+        """Take the sizes of a job for those that were not given, where there is an axis."""
+        if self.total_size > 1:
+            for name in self._open:
+                setattr(self, name, getattr(sizes, name.removesuffix("_size")))
+
+    def _is_open(self, name: str) -> bool:
+        return name in self._open and getattr(self, name) == 1
+
     def to_json(self) -> dict[str, Any]:
-        """Return sizes, backends and the handlers' options as plain values."""
-        plain = {name: value for name, value in vars(self).items() if name != "device_mesh"}
+        """Return sizes, None for those left open, backends and the handlers' options as plain values."""
+        names = vars(self).keys() - {"device_mesh", "_open"}
+        plain = {name: None if self._is_open(name) else value for name, value in vars(self).items() if name in names}
         return {name: dict(vars(value)) if hasattr(value, "__dict__") else value for name, value in plain.items()}
 
     def _check_handlers(self) -> None:
@@ -259,7 +281,8 @@ class ParallelismConfig(OptionObject):
         self._check_handlers()
         sizes: dict[str, Any] = {}
         if self.total_size > 1:
-            sizes = {f"parallel.{axis}_size": self._size(axis) for axis in AXES}
+            names = [f"{axis}_size" for axis in AXES]
+            sizes = {f"parallel.{name}": getattr(self, name) for name in names if not self._is_open(name)}
         sizes |= {"parallel.ep_size": self._size("ep")} if self._size("ep") > 1 else {}
         if self.cp_enabled and self.cp_handler is not None:
             sizes["parallel.cp_comm_strategy"] = self.cp_handler.cp_comm_strategy

@@ -10,6 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from accel_trainer import Accelerator, FullyShardedDataParallelPlugin
+from accel_trainer.config import resolve
+from accel_trainer.config.parallel import AxisSizes, axis_sizes
 from accel_trainer.config.schema import CommStrategy, ParallelConfig
 from accel_trainer.errors import ConfigError
 from accel_trainer.parallelism_config import (
@@ -59,6 +61,16 @@ def test_sizes_that_are_not_given_come_from_the_environment():
         assert TorchContextParallelConfig().cp_comm_strategy == "alltoall"
     with patch_environment(parallelism_config_sp_seq_length=64, parallelism_config_sp_seq_length_is_variable=False):
         assert DeepSpeedSequenceParallelConfig().sp_seq_length == 64
+    with patch_environment(parallelism_config_cp_size="", parallelism_config_cp_backend=" "):
+        assert (ParallelismConfig().cp_size, ParallelismConfig().cp_backend) == (1, "torch")
+    for value in ("two", "1.5"):
+        with (
+            patch_environment(parallelism_config_cp_size=value),
+            pytest.raises(
+                ConfigError, match=f"variable PARALLELISM_CONFIG_CP_SIZE is '{value}'; expected a whole number"
+            ),
+        ):
+            ParallelismConfig()
 
 
 @pytest.mark.parametrize(
@@ -98,6 +110,23 @@ def test_options_of_axes_are_checked():
         DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager")
 
 
+@pytest.mark.parametrize("given", [ParallelismConfig(tp_size=2), {"tp_size": 2}, '{"tp_size": 2}'])
+def test_a_dp_size_that_is_not_given_takes_the_ranks_that_are_left(given: Any):
+    config = ParallelismConfig.of(given)
+    again = ParallelismConfig.of(config.to_json())
+    for each in (config, again):
+        found = resolve(explicit=each.explicit())
+        assert axis_sizes(found.config, found.describe, 8, 1) == AxisSizes(dp_shard=4, tp=2)
+    assert (config.total_size, config.dp_shard_size) == (2, 1)
+
+    config.take_sizes(AxisSizes(dp_shard=4, tp=2))
+
+    assert (config.total_size, config.to_json()["dp_shard_size"]) == (8, 4)
+    closed = resolve(explicit=ParallelismConfig(tp_size=2, dp_shard_size=1).explicit())
+    with pytest.raises(ConfigError, match=r"makes 2 process\(es\), and this job has 8"):
+        axis_sizes(closed.config, closed.describe, 8, 1)
+
+
 def build_meshes() -> Any:
     dist.init_process_group("gloo")
     config = ParallelismConfig(dp_shard_size=2)
@@ -115,6 +144,17 @@ def build_meshes() -> Any:
 
 def test_a_mesh_has_its_joint_axes():
     assert run_ranks(build_meshes, 2) == [(("dp_shard",), 2, 2)] * 2
+
+
+def open_sizes() -> Any:
+    config = ParallelismConfig(tp_size=2)
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    assert accelerator.parallelism_config is config
+    return config.dp_shard_size, config.total_size, accelerator.torch_device_mesh.size()
+
+
+def test_an_accelerator_puts_the_sizes_of_its_job_into_those_that_are_open():
+    assert run_ranks(open_sizes, 4) == [(2, 4, 4)] * 4
 
 
 def in_accelerators() -> Any:
