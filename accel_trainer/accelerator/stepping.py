@@ -221,10 +221,10 @@ class AcceleratorStepping(AcceleratorSettings):
         loss = self._weigh(leading, loss, in_window)
         if self.nonfinite_guard is not None:
             self.nonfinite_guard.add_loss(loss, kwargs)
-        reached = _reached(units, loss)
+        reached = _reached(self._prepared.current, loss)
         if self._exchange(leading, loss, in_window, kwargs):
             for prepared in units:
-                prepared.take_backward(in_window and prepared in reached)
+                prepared.take_backward(prepared in reached)
 
     def _exchange(self, leading: PreparedUnit, loss: Tensor, in_window: bool, kwargs: dict[str, Any]) -> bool:
         """Run the backward; return False where a rank is lost in it, and the update begins again."""

@@ -237,8 +237,7 @@ def dispatch_model(
         preload_module_classes=preload_module_classes,
         tied_params_map=_copies_of(model, tied),
     )
-    for name in devices.keys() & model.state_dict().keys():
-        set_module_tensor_to_device(model, name, devices[name])
+    _place_tensors(model, devices)
     retie_parameters(model, tied)
     _hook_encoder(model)
     watch_moves(model, _check_move)
@@ -255,6 +254,12 @@ def _with_modules_offloaded(model: nn.Module, device_map: Mapping[str, Device]) 
         if not any(module == "" or name.startswith(f"{module}.") for module in placed):
             placed[name] = main if device_map[name] in ("cpu", "disk") else device_map[name]
     return placed
+
+
+def _place_tensors(model: nn.Module, devices: Mapping[str, Device]) -> None:
+    """Send the tensors that a map names by themselves to their devices."""
+    for name in devices.keys() & model.state_dict().keys():
+        set_module_tensor_to_device(model, name, devices[name])
 
 
 def _hook_encoder(model: nn.Module) -> None:

@@ -184,11 +184,7 @@ def load_checkpoint_in_model(
     if offload_folder is None and offload_index is None:
         _refuse_disk(device_map)
     model = unwrap_module(model)
-    if next(outlines_of(model), None) is not None:
-        raise OffloadedModelError(
-            f"{type(model).__name__} is offloaded: its hooks would bring in the weights that it was dispatched with, "
-            "and not those of the checkpoint; take them off with remove_hook_from_submodules(model), and load then"
-        )
+    _refuse_offloaded(model)
     weights = _open(Path(checkpoint), broadcast_from_rank0)
     if verify:
         _verify(weights)
@@ -216,6 +212,14 @@ def load_checkpoint_in_model(
     if offload_index is None and offload_folder is not None:
         _write_index(index, Path(offload_folder))
     return report
+
+
+def _refuse_offloaded(model: nn.Module) -> None:
+    if next(outlines_of(model), None) is not None:
+        raise OffloadedModelError(
+            f"{type(model).__name__} is offloaded: its hooks would bring in the weights that it was dispatched with, "
+            "and not those of the checkpoint; take them off with remove_hook_from_submodules(model), and load then"
+        )
 
 
 def require_tensors(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
