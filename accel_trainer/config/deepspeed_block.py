@@ -352,8 +352,7 @@ def put_block(
 
 def put_document_block(document: Document, key: Key, node: Node, layer: Layer) -> None:
     """Put a block of a file into a layer, with the lines of its keys."""
-    content = node.value if isinstance(node.value, dict) else {}
-    origins = {item.name: document.where(item.line) for item in content}
+    origins = {path: document.where(line) for path, line in _lines(node, "")}
     put_block(layer, document.entry(key, node), origins=origins, folder=document.folder)
 
 
@@ -366,9 +365,10 @@ def _merge_settings(below: Setting, above: Setting) -> Setting:
     value = FrozenDict(merge_blocks(below.value, above.value))
     upper = block_sources(above)
     upper |= {FIELDS[name]: source for name, source in upper.items() if name in FIELDS}
-    source = above.source
-    if not is_complete(above.value):
-        source = Source(source.kind, f"{source.where}, {below.source.where}")
+    if is_complete(above.value):
+        kept = {name: source for name, source in block_sources(below).items() if name in LAUNCH_FIELDS}
+        return Setting(value, above.source, FrozenDict({**kept, **upper}))
+    source = Source(above.source.kind, f"{above.source.where}, {below.source.where}")
     return Setting(value, source, FrozenDict({**_lower_sources(below, value), **upper}))
 
 
@@ -413,7 +413,8 @@ def _put_key(below: Setting | None, path: str, above: Setting) -> Setting:
     if below is None:
         return Setting(value, above.source, FrozenDict({path: above.source}))
     source = Source(above.source.kind, f"{above.source.where}, {below.source.where}")
-    return Setting(value, source, FrozenDict({**_lower_sources(below, value), path: above.source}))
+    lower = {name: at for name, at in _lower_sources(below, value).items() if not name.startswith(f"{path}.")}
+    return Setting(value, source, FrozenDict({**lower, path: above.source}))
 
 
 def _fix_options(settings: dict[str, Setting], block: Setting, problems: list[str]) -> None:

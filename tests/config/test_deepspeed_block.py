@@ -439,6 +439,19 @@ def test_every_key_of_the_block_is_explained(folder):
     assert (rows[-1][:2], rows[-1][2].where) == (("deepspeed.deepspeed_hostfile", "hosts"), f"{file}:3")
 
 
+@pytest.mark.parametrize("is_inline", [False, True])
+def test_a_value_of_a_block_is_named_by_its_own_line_until_another_level_replaces_it(folder, is_inline):
+    path = folder / "run.yaml"
+    text = "deepspeed:\n  zero_optimization:\n    stage: 2\n    offload_optimizer:\n      device: cpu\n"
+    path.write_text(f"strategy: deepspeed\n{text if is_inline else 'deepspeed: ds.json'}", encoding="utf-8")
+    line = f"{path}:4" if is_inline else f"{folder / 'ds.json'}:3"
+    for flags in ({}, {"deepspeed": {"gradient_clipping": 1.0}}):
+        assert resolve(file=path, flags=flags).explain_block()[0][2].where == line
+    for explicit in ({"deepspeed": {"zero_optimization": {"stage": 3}}}, {"deepspeed.zero_optimization": {"stage": 3}}):
+        row = resolve(file=path, explicit=explicit).explain_block()[0]
+        assert (row[1], row[2].where) == (3, f"Accelerator({next(iter(explicit))}=...)")
+
+
 def test_a_block_that_no_one_uses_is_noted():
     (note,) = resolve(file="zero3", explicit={"strategy": "fsdp2"}).notes
     assert note == (
