@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +20,7 @@ from accel_trainer.config.config_source import FileProblemsError, load_document,
 from accel_trainer.config.deepspeed_keys import KNOWN_KEYS, join
 from accel_trainer.config.document import Document, Entry, Key, Node
 from accel_trainer.config.layer import Layer, Setting, Source, SourceKind
-from accel_trainer.config.schema import FrozenDict, MixedPrecision, field_specs, get_key, set_key, thaw
+from accel_trainer.config.schema import FrozenDict, MixedPrecision, get_key, set_key, thaw
 from accel_trainer.config.validation import show
 from accel_trainer.errors import ConfigError
 
@@ -58,6 +58,8 @@ ACCELERATE_FIELDS = (CONFIG_FILE, *FIELDS, *LAUNCH_FIELDS, *SHARED_KEYS)
 """Every key of accelerate's `deepspeed_config` block."""
 
 _NESTED_IN = ("deepspeed_config", "deepspeed")
+_OF_RUNS = (*_NESTED_IN, "strategy", "mixed_precision", "accumulation", "gradient_accumulation_steps", "launch")
+"""Keys of a run's file that its block is read with, or that only starting processes needs."""
 """The keys that hold the block in the configuration file of a run: accelerate's, and our own."""
 _SWITCH = ("true or false", {"true": True, "false": False})
 _DEVICE = ("one of 'none', 'cpu', 'nvme'", {"none": "none", "cpu": "cpu", "nvme": "nvme"})
@@ -221,21 +223,22 @@ class _Reader:
         return EngineBlock(content, origins)
 
     def options(self, document: Document, result: EngineBlock) -> None:
-        """Put the precision and the accumulation of a run's file beside its block, and note what else it sets."""
-        from accel_trainer.config.files import translate  # it reads blocks with this module
-
-        content = {key: Node(None) if key.name in _NESTED_IN else node for key, node in document.root.value.items()}
-        _, layer = translate(replace(document, root=Node(content), problems=()))
-        self.problems.extend(layer.problems)
-        left_out = []
-        for path, setting in layer.settings.items():
-            steps = setting.value if path == "accumulation.num_steps" else None
-            if steps is not None or path == "mixed_precision" and setting.value in ("bf16", "fp16"):
-                key = "gradient_accumulation_steps" if steps is not None else f"{setting.value}.enabled"
-                self.put(f"{key}, by {path} at {setting.source.where},", key, steps or True, result)
-                result.origins.setdefault(key, setting.source.where)
-            elif not path.startswith("launch.") and setting.value not in ("deepspeed", field_specs()[path].default):
-                left_out.append(path)
+        """Put the precision and the accumulation of a run's file beside its block, and note its other keys."""
+        content, lines = document.root.plain(), dict(_lines(document.root, ""))
+        precision = content.get("mixed_precision")
+        fixed = [("mixed_precision", f"{precision}.enabled", precision in ("bf16", "fp16") or None)]
+        for path in ("accumulation.num_steps", "gradient_accumulation_steps"):
+            fixed.append((path, "gradient_accumulation_steps", get_key(content, path)))
+        for path, key, value in fixed:
+            if value is not None:
+                where = document.where(lines[path])
+                self.put(f"{key}, by {path} at {where},", key, value, result)
+                result.origins.setdefault(key, where)
+        # accelerate's files have a key for each question of its questionnaire.
+        is_own = "distributed_type" not in content
+        left_out = [key for key, value in content.items() if key not in _OF_RUNS and (is_own or type(value) is dict)]
+        if precision == "fp8":
+            left_out.append("mixed_precision")
         if left_out:
             result.notes.append(
                 f"{document.name} is named as the DeepSpeed configuration, and not used for {', '.join(left_out)}"
@@ -386,8 +389,7 @@ def merge_levels(settings: dict[str, Setting], layers: Iterable[Layer], problems
     block: Setting | None = None
     for layer in layers:
         above = layer.settings.get("deepspeed")
-        if above is not None and (file := named_file(above.value)) is not None:
-            layer.notes += _Reader({}).file(file).notes  # here, since a merged block names the file no longer
+        layer.notes += _notes_on(above)
         try:
             block = _merge_settings(block, above) if block is not None and above is not None else above or block
             for path, setting in layer.settings.items():
@@ -400,6 +402,12 @@ def merge_levels(settings: dict[str, Setting], layers: Iterable[Layer], problems
     if "strategy" in settings and settings["strategy"].value == "deepspeed":
         default = Setting(FrozenDict(), Source(SourceKind.DEFAULT, "default"))
         _fix_options(settings, block or default, problems)
+
+
+def _notes_on(setting: Setting | None) -> list[str]:
+    """Return the remarks on the file that a block names, before it is merged, which names none then."""
+    file = None if setting is None else named_file(setting.value)
+    return [] if file is None else _Reader({}).file(file).notes
 
 
 def _put_key(below: Setting | None, path: str, above: Setting) -> Setting:

@@ -58,7 +58,7 @@ def read_file(source: ConfigSource) -> FileConfig:
         FileProblemsError: a `ConfigError` with all problems of the file; also when it is missing or unreadable.
     """
     document = load_document(source)
-    dialect, layer = translate(document)
+    dialect, layer = _translate(document)
     if layer.problems:
         line = re.compile(rf"{re.escape(document.name)}:(\d+)")
         # In the order of the file: by the first line that each one names.
@@ -67,8 +67,7 @@ def read_file(source: ConfigSource) -> FileConfig:
     return FileConfig(document.path, dialect, layer.settings, tuple(layer.notes), document.root.plain(), layer.fsdp1)
 
 
-def translate(document: Document) -> tuple[Dialect, Layer]:
-    """Return the dialect of a configuration and its options, with all that is wrong in it."""
+def _translate(document: Document) -> tuple[Dialect, Layer]:
     content = document.root.value
     layer = Layer(SourceKind.FILE)
     layer.problems.extend(document.problems)

@@ -107,7 +107,7 @@ def test_the_file_of_a_run_brings_its_precision_and_accumulation_along(folder, k
 
 
 @pytest.mark.parametrize("flags", [{}, {"deepspeed": {"gradient_clipping": 1.0}}])
-def test_the_rest_of_the_file_of_a_run_is_noted_and_an_unknown_key_refused(folder, flags):
+def test_the_rest_of_the_file_of_a_run_is_noted(folder, flags):
     path = folder / "run.yaml"
     text = "strategy: deepspeed\nema_decay: 0.9\nmixed_precision: fp8\ndeepspeed: {zero_optimization: {stage: 1}}\n"
     path.write_text(text, encoding="utf-8")
@@ -115,9 +115,6 @@ def test_the_rest_of_the_file_of_a_run_is_noted_and_an_unknown_key_refused(folde
     assert resolve(environ=environ, flags=flags).notes == (
         f"{path} is named as the DeepSpeed configuration, and not used for ema_decay, mixed_precision",
     )
-    path.write_text(text.replace("ema_decay", "ema_decy"), encoding="utf-8")
-    with pytest.raises(ConfigError, match=f"unknown key 'ema_decy' at {path}:2; did you mean 'ema_decay'?"):
-        resolve(environ=environ, flags=flags)
 
 
 def test_the_file_of_a_run_does_not_contradict_its_own_block(folder):
