@@ -58,9 +58,9 @@ ACCELERATE_FIELDS = (CONFIG_FILE, *FIELDS, *LAUNCH_FIELDS, *SHARED_KEYS)
 """Every key of accelerate's `deepspeed_config` block."""
 
 _NESTED_IN = ("deepspeed_config", "deepspeed")
+"""The keys that hold the block in the configuration file of a run: accelerate's, and our own."""
 _OF_RUNS = (*_NESTED_IN, "strategy", "mixed_precision", "accumulation", "gradient_accumulation_steps", "launch")
 """Keys of a run's file that its block is read with, or that only starting processes needs."""
-"""The keys that hold the block in the configuration file of a run: accelerate's, and our own."""
 _SWITCH = ("true or false", {"true": True, "false": False})
 _DEVICE = ("one of 'none', 'cpu', 'nvme'", {"none": "none", "cpu": "cpu", "nvme": "nvme"})
 _CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
