@@ -188,6 +188,8 @@ def connect_together(num_members: int, late: int) -> tuple[list[list[int]], floa
 
     Survivors._connect = connect_noted  # type: ignore[method-assign]
     rank_loss._CONNECT_SECONDS = 0.2  # type: ignore[misc]
+    store.set(f"begins/{rank}", "")
+    store.wait([f"begins/{each}" for each in range(3)])
     if rank == late:
         time.sleep(0.5)
         if num_members > 3:
