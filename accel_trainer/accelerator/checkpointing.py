@@ -22,7 +22,7 @@ from accel_trainer.accelerator.single_files import AcceleratorWeights
 from accel_trainer.checkpoint.changed_run import UpdateBatch, UpdateBatchChange, describe_changes
 from accel_trainer.checkpoint.checkpointer import SaveJob
 from accel_trainer.checkpoint.disk import as_corrupt
-from accel_trainer.checkpoint.interop.huggingface import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
+from accel_trainer.checkpoint.interop.foreign_states import is_accelerate_or_dcp_state, load_accelerate_or_dcp_state
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.object_store import is_uri, shown
 from accel_trainer.checkpoint.publication import StagedDirectory
@@ -90,6 +90,11 @@ def _take_word(given: str | Path | None, missing_ok: bool) -> tuple[str | Path |
     return given, missing_ok
 
 
+def _holds_only(own: Any, known: Mapping[str, Any] | None) -> bool:
+    """Whether the values in a dict are still those that are `known`; true of what is none."""
+    return known is None or all(name in known and value is known[name] for name, value in own.items())
+
+
 def _add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
@@ -154,9 +159,10 @@ class AcceleratorCheckpointing(AcceleratorWeights):
     def _train_state(self) -> TrainState:
         if self._loss_scale is not None:
             self._loss_scale.flush()
+        numbers = {id(wrapped.optimizer): number for number, wrapped in enumerate(self._prepared.optimizers)}
         return TrainState(
             units=[prepared.unit.checkpoint_io() for prepared in self._prepared.units],
-            has_optimizer=[bool(prepared.unit.optimizers) for prepared in self._prepared.units],
+            optimizers=[[numbers[id(each)] for each in prepared.unit.optimizers] for prepared in self._prepared.units],
             has_weights=[True] * len(self._prepared.units),
             schedulers=self._prepared.schedulers,
             loaders=[LoaderCheckpoint(loader) for loader in self._prepared.dataloaders],
@@ -398,10 +404,17 @@ class AcceleratorCheckpointing(AcceleratorWeights):
         """Call hooks with a list of an entry for each model; return which ones they leave in it. Collective."""
 
         def call_hooks() -> list[bool]:
-            left = list(entries)
+            left, before = list(entries), [dict(each) if isinstance(each, dict) else None for each in entries]
             for hook in hooks:
                 hook(left, str(directory))
-            return [any(own is item for item in left) for own in entries]
+            is_left = [any(own is item for item in left) for own in entries]
+            as_they_were = [own for own, known in zip(entries, before, strict=True) if _holds_only(own, known)]
+            if not all(any(item is own for own in as_they_were) for item in left):
+                raise ConfigError(
+                    f"one of {section} changes an entry of its list, or puts another in its place, which has no "
+                    "effect; take the model's entry out, and have the hook write or load the weights"
+                )
+            return is_left
 
         # Rank 0's answer counts: scripts take entries out on the main process only.
         return gather_calls(self._saving_process, section, call_hooks)[0]

@@ -37,13 +37,12 @@ from accel_trainer.config import NonFiniteAction
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collective_checks import all_come
-from accel_trainer.runtime.model_wrappers import model_has_dtensor, unwrap_module
+from accel_trainer.runtime.model_wrappers import model_has_dtensor, uncompiled_name, unwrap_module
 from accel_trainer.runtime.nonfinite import check_weights
 from accel_trainer.runtime.process import ProcessContext, current_process
 from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO
-from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
 
 if TYPE_CHECKING:
     from accel_trainer import Accelerator

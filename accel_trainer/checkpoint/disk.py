@@ -113,9 +113,8 @@ def read_json(path: Path, directory: Path | None = None) -> Any:
 
 def parse_json(text: bytes, path: Path, max_items: int = MAX_JSON_ITEMS) -> Any:
     """Return the JSON in `text`, which is that of `path`; a key that stands twice is an error."""
-    # Counted before anything is built of it; those in strings count as well.
-    num_items = sum(text.count(sign) for sign in (b":", b"[", b"{"))
-    if num_items > max_items:
+    # Counted before anything is built of it.
+    if (num_items := count_items(text)) > max_items:
         raise CorruptCheckpointError(
             f"{path.absolute()} has about {num_items:,} pairs, lists and objects, and at most {max_items:,} are read "
             "of it; load another checkpoint"
@@ -124,6 +123,11 @@ def parse_json(text: bytes, path: Path, max_items: int = MAX_JSON_ITEMS) -> Any:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path.absolute()} is not JSON ({error}); load another checkpoint") from error
+
+
+def count_items(text: bytes) -> int:
+    """Return about how many pairs, lists and objects JSON text has; signs in strings count as well."""
+    return sum(text.count(sign) for sign in (b":", b"[", b"{"))
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -28,7 +28,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_trainer.checkpoint.boxes import Box
-from accel_trainer.checkpoint.disk import check_space, explain_full_disk, fsync_path, write_durably
+from accel_trainer.checkpoint.disk import (
+    MAX_JSON_BYTES,
+    MAX_JSON_ITEMS,
+    check_space,
+    count_items,
+    explain_full_disk,
+    fsync_path,
+    write_durably,
+)
 from accel_trainer.checkpoint.manifest import (
     MANIFEST_NAME,
     MARKER_NAME,
@@ -163,9 +171,15 @@ class StagedDirectory(os.PathLike[str]):
         self._deferred.append(call)
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write plain data, such as `json.dumps` takes."""
+        """Write plain data, such as `json.dumps` takes; a ConfigError where it is more than a reader takes."""
         self.claim(name)
         text = json.dumps(value).encode()
+        if len(text) > MAX_JSON_BYTES or count_items(text) > MAX_JSON_ITEMS:
+            raise ConfigError(
+                f"{name} would have {len(text):,} bytes and {count_items(text):,} pairs, lists and objects, and at "
+                f"most {MAX_JSON_BYTES:,} and {MAX_JSON_ITEMS:,} are read of it; return tensors or NumPy arrays in "
+                "place of long lists from state_dict()"
+            )
 
         def write() -> None:
             with self._create(name, len(text)) as file:

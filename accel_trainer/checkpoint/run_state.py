@@ -12,6 +12,7 @@ manifest.json, COMMITTED       number of ranks, versions, and the checksum of ev
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,8 +45,8 @@ MAIN_PROCESS_OF = "main_process_of"
 def encode(value: Any, tensors: dict[str, Tensor], path: str = "state") -> Any:
     """Return `value`, nested Python state, as JSON data; its tensors are put into `tensors` under their paths.
 
-    Holds None, booleans, numbers, strings, lists, tuples, sets of those, dicts with string or number keys, tensors and
-    NumPy arrays and scalars.
+    Holds None, booleans, numbers, strings, lists, tuples, sets of those, dicts and Counters with string or number keys,
+    tensors and NumPy arrays and scalars.
     """
     if isinstance(value, Tensor | np.ndarray):
         return _encode_array(value, tensors, path)
@@ -88,6 +89,8 @@ def _encode_items(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
 
 
 def _encode_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:
+    if isinstance(value, Counter):  # the milestones of a MultiStepLR, which asks for its elements()
+        return {"$counter": _encode_mapping(dict(value), tensors, path)}
     if all(isinstance(key, str) and not key.startswith("$") for key in value):
         return {key: encode(item, tensors, f"{path}.{key}") for key, item in value.items()}
     pairs = [[encode(key, tensors, path), encode(item, tensors, f"{path}.{key}")] for key, item in value.items()]
@@ -139,6 +142,7 @@ _DECODERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "$float": lambda text, _: float(text),
     "$tuple": lambda items, tensors: tuple(_decode(item, tensors) for item in items),
     "$set": lambda items, tensors: {_decode(item, tensors) for item in items},
+    "$counter": lambda counts, tensors: Counter(_decode(counts, tensors)),
     "$pairs": lambda pairs, tensors: {_decode(key, tensors): _decode(item, tensors) for key, item in pairs},
 }
 
@@ -149,7 +153,8 @@ class TrainState:
 
     units: Sequence[Any]
     """`strategies.api.CheckpointIO` of every unit."""
-    has_optimizer: Sequence[bool]
+    optimizers: Sequence[Sequence[int]]
+    """Numbers of each unit's optimizers, in the order in which all were prepared."""
     has_weights: Sequence[bool]
     """False for a unit whose weights a hook of the user saves or loads; its optimizer stays with us."""
     schedulers: Sequence[Any]

@@ -295,6 +295,38 @@ class TensorReader(Mapping[str, Tensor]):
         return LazyTensor(self.dtype(name), self.shape(name), partial(self.__getitem__, name))
 
 
+class RenamedTensors(TensorReader):
+    """The tensors of another reader under other names.
+
+    Args:
+        names: the stored name of each.
+    """
+
+    def __init__(self, stored: TensorReader, names: Mapping[str, str]) -> None:
+        self._stored, self._names = stored, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._stored[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a full tensor."""
+        return self._stored.shape(self._names[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that a tensor was saved in."""
+        return self._stored.dtype(self._names[name])
+
+    def fill(self, name: str, index: Index, target: Tensor) -> None:
+        """Copy a slice of a tensor into `target`."""
+        self._stored.fill(self._names[name], index, target)
+
+
 class SafetensorsFile(TensorReader):
     """The tensors of a safetensors file. It is mapped, and of a slice only its own bytes are read."""
 

@@ -68,6 +68,11 @@ def is_compiled_module(module: nn.Module) -> bool:
     return any(name == ORIGINAL_MODULE for name, _ in module.named_children())
 
 
+def uncompiled_name(name: str) -> str:
+    """Return the name in the user's own module: `torch.compile(module)` is a wrapper that puts its own in between."""
+    return name.replace(f"{ORIGINAL_MODULE}.", "")
+
+
 def has_compiled_regions(module: nn.Module) -> bool:
     """Return whether `torch.compile` wrapped a module or one inside of it."""
     return any(is_compiled_module(inner) for inner in module.modules())

@@ -27,14 +27,13 @@ from accel_trainer.checkpoint.safetensors_file import LazyTensor
 from accel_trainer.checkpoint.shards import ShardedTensors, own_share
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
 from accel_trainer.integrations.deepspeed.partitions import Partitions, Run, RunBox, opened_partition
-from accel_trainer.runtime.model_wrappers import unsharded_shape
+from accel_trainer.runtime.model_wrappers import uncompiled_name, unsharded_shape
 from accel_trainer.strategies.parameter_state.base_io import (
     CheckpointIO,
     HeldBoxes,
     PendingTensor,
     Reads,
     group_options,
-    uncompiled_name,
 )
 from accel_trainer.techniques.ema import AveragedWeights
 from accel_trainer.tree import leaves, map_leaves

@@ -28,7 +28,7 @@ from accel_trainer.integrations.deepspeed.runtime import (
 from accel_trainer.integrations.deepspeed.unit import BACKWARDS, DeepSpeedUnit, EvaluationUnit, release_earlier
 from accel_trainer.precision import PrecisionPolicy, apply_autocast, cast_floating
 from accel_trainer.runtime.availability import is_transformers_available
-from accel_trainer.runtime.model_wrappers import is_compiled_module
+from accel_trainer.runtime.model_wrappers import is_compiled_module, uncompiled_name
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.strategies.api import Capabilities, Strategy, TrainJob
 from accel_trainer.strategies.broadcast_values import broadcast_module_states, share_buffers_in_evaluation
@@ -41,7 +41,6 @@ from accel_trainer.strategies.own_methods import (
     refuse_merges,
     refuse_second_backward,
 )
-from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
 from accel_trainer.strategies.single import (
     NativeUnit,
     check_optimizers,

@@ -23,14 +23,13 @@ from accel_trainer.integrations.deepspeed.checkpoint_io import DeepSpeedCheckpoi
 from accel_trainer.integrations.deepspeed.partitions import Partitions, flat_partitions
 from accel_trainer.integrations.deepspeed.runtime import forget_module
 from accel_trainer.runtime.collective_checks import note_call
-from accel_trainer.runtime.model_wrappers import unsharded_shape
+from accel_trainer.runtime.model_wrappers import uncompiled_name, unsharded_shape
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_order import SharedOrder
 from accel_trainer.runtime.torch_private import foreach_add_, foreach_zero_, version_of
 from accel_trainer.runtime.whereabouts import section
 from accel_trainer.strategies.api import CheckpointIO, Layout, StepOutcome, TrainUnit
 from accel_trainer.strategies.optimizers import check_frozen
-from accel_trainer.strategies.parameter_state.base_io import uncompiled_name
 from accel_trainer.strategies.single import BackwardGuard, NativeUnit
 
 logger = logging.get_logger(__name__)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
 from torch.utils.data import DataLoader
 
 from accel_trainer import Accelerator, ProjectConfiguration
@@ -92,6 +93,57 @@ def test_a_hook_writes_files_of_its_own_and_takes_over_the_weights(tmp_path: Pat
         model.weight.zero_()
     accelerator.load_state(tmp_path / "t")
     assert torch.equal(model.weight, before)
+
+
+def changes_in_place(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+    weights[0]["weight"] = weights[0]["weight"].half()
+
+
+def puts_others(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+    weights[0] = {name: value.half() for name, value in weights[0].items()}
+
+
+@pytest.mark.parametrize("hook", [changes_in_place, puts_others])
+def test_a_hook_that_gives_a_model_other_weights_is_refused(tmp_path: Path, hook: Any):
+    accelerator, _ = prepared()
+    accelerator.register_save_state_pre_hook(hook)
+    with pytest.raises(ConfigError, match="one of save_state's hooks changes an entry of its list, or puts another"):
+        accelerator.save_state(tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+def stepped_to_milestones(folder: Path, save_after: int | None) -> list[float]:
+    """Save after so many of eight updates, or load what was saved after two; return the rates of the last six."""
+    accelerator, model = prepared()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    parts = [LinearLR(optimizer, 0.1, total_iters=3), MultiStepLR(optimizer, [2, 2, 3])]
+    optimizer, schedule = accelerator.prepare(optimizer, SequentialLR(optimizer, parts, [3]))
+    if save_after is None:
+        accelerator.load_state(folder)
+    rates = []
+    for update in range(2 if save_after is None else 0, 8):
+        if update == save_after:
+            accelerator.save_state(folder)
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        schedule.step()
+        rates += schedule.get_last_lr()
+    return rates[-6:]
+
+
+def test_a_schedule_with_milestones_goes_on(tmp_path: Path):
+    whole = stepped_to_milestones(tmp_path / "s", 2)
+    assert whole[-1] < 0.01, "the milestones are reached"
+    assert stepped_to_milestones(tmp_path / "s", None) == whole
+
+
+def test_a_state_that_is_more_than_a_reader_takes_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    accelerator, _ = prepared()
+    accelerator.register_for_checkpointing(losses=Box(list(range(5000))))
+    monkeypatch.setattr("accel_trainer.checkpoint.publication.MAX_JSON_BYTES", 20_000)
+    with pytest.raises(ConfigError, match=r"training\.json would have 2\d,\d+ bytes .* return tensors or NumPy arrays"):
+        accelerator.save_state(tmp_path / "s")
+    assert not (tmp_path / "s").exists()
 
 
 class Failing(Box):

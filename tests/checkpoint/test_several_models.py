@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 
@@ -72,3 +73,59 @@ def test_a_state_that_fits_all_models_reaches_all_of_them(tmp_path: Path, kind: 
     accelerator, things = prepared([2, 3], [torch.optim.AdamW, torch.optim.Adagrad])
     accelerator.load_state(tmp_path / "s")
     torch.testing.assert_close([thing.state_dict() for thing in things], saved, rtol=0, atol=0)
+
+
+Things = tuple[list[nn.Module], list[torch.optim.Optimizer]]
+
+
+def swapped() -> Things:
+    a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    return [a, b], [torch.optim.Adam(b.parameters()), torch.optim.Adam(a.parameters())]
+
+
+def behind_a_teacher() -> Things:
+    teacher, student = nn.Linear(2, 2), nn.Linear(2, 2)
+    return [teacher.requires_grad_(False), student], [torch.optim.Adam(student.parameters())]
+
+
+def two_of_one_model() -> Things:
+    model = nn.Linear(2, 2)
+    return [model], [torch.optim.Adam([model.bias]), torch.optim.Adam([model.weight])]
+
+
+def one_of_two_models() -> Things:
+    a, b = nn.Linear(2, 2), nn.Linear(2, 3)
+    return [a, b], [torch.optim.Adam([{"params": [a.weight, b.weight]}, {"params": [b.bias]}, {"params": [a.bias]}])]
+
+
+@pytest.mark.parametrize("build", [swapped, behind_a_teacher, two_of_one_model, one_of_two_models])
+def test_optimizers_of_accelerate_are_numbered_as_they_were_prepared(tmp_path: Path, build: Callable[[], Things]):
+    models, optimizers = build()
+    for scale, model in enumerate(models, 1):
+        if model.weight.requires_grad:
+            model(torch.full((1, 2), float(scale))).sum().backward()
+    for number, optimizer in enumerate(optimizers):
+        optimizer.step()
+        torch.save(optimizer.state_dict(), tmp_path / f"optimizer{f'_{number}' if number else ''}.bin")
+    for number, model in enumerate(models):
+        save_file(model.state_dict(), tmp_path / f"model{f'_{number}' if number else ''}.safetensors")
+    torch.save({}, tmp_path / "random_states_0.pkl")
+    accelerator, (own_models, own_optimizers) = Accelerator(cpu=True), build()
+    accelerator.prepare(*own_models, *own_optimizers)
+    accelerator.load_state(tmp_path)
+    for saved, own in zip([*models, *optimizers], [*own_models, *own_optimizers], strict=True):
+        torch.testing.assert_close(own.state_dict(), saved.state_dict(), rtol=0, atol=0)
+
+
+def test_a_directory_of_one_model_is_not_loaded_into_two(tmp_path: Path):
+    model = nn.Linear(2, 2)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "s", no_dist=True)
+    accelerator, policy, reference = Accelerator(cpu=True), nn.Linear(2, 2), nn.Linear(2, 2)
+    accelerator.prepare(policy, reference)
+    with pytest.raises(IncompatibleCheckpointError, match="which holds one model, and 2 are prepared; take the others"):
+        accelerator.load_state(tmp_path / "s")
+    accelerator.register_load_state_pre_hook(lambda models, folder: models.remove(reference))
+    before = reference.weight.clone()
+    accelerator.load_state(tmp_path / "s")
+    assert torch.equal(policy.weight, model.weight)
+    assert torch.equal(reference.weight, before)

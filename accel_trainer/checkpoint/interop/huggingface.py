@@ -1,4 +1,4 @@
-"""Checkpoints for others, and of others, among them directories of torch.distributed.checkpoint.
+"""Checkpoints for others, and weights of others, among them directories of torch.distributed.checkpoint.
 
 Written: weights that `from_pretrained` reads, one tensor at a time, and states from which transformers' own Trainer
 resumes under FSDP, in the files that Hugging Face accelerate's loaders of FSDP states read:
@@ -6,8 +6,6 @@ resumes under FSDP, in the files that Hugging Face accelerate's loaders of FSDP 
     pytorch_model_fsdp.bin, optimizer.bin        for its FULL_STATE_DICT
     pytorch_model_fsdp_0/, optimizer_0/          for its SHARDED_STATE_DICT: directories of torch.distributed.checkpoint
     scheduler.pt, trainer_state.json, ...        of a Trainer's checkpoint, as they are
-
-Read: states of accelerate's `save_state`, whose pickles may hold tensors, numbers, strings, lists and dicts only.
 """
 
 from __future__ import annotations
@@ -15,32 +13,26 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatch
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
-from accel_trainer import logging
-from accel_trainer.checkpoint.disk import as_corrupt, explain_full_disk, fsync_path
+from accel_trainer.checkpoint.disk import explain_full_disk, fsync_path
 from accel_trainer.checkpoint.interop.dcp import METADATA_NAME, DcpDirectory
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, MARKER_NAME
 from accel_trainer.checkpoint.reader import open_checkpoint
-from accel_trainer.checkpoint.run_state import OWN_STATE, TrainState, decode, read_on_main
-from accel_trainer.checkpoint.safetensors_file import LazyTensor, TensorReader
+from accel_trainer.checkpoint.run_state import OWN_STATE, decode
+from accel_trainer.checkpoint.safetensors_file import LazyTensor, RenamedTensors, TensorReader
 from accel_trainer.checkpoint.shards import stored_tensors
 from accel_trainer.checkpoint.torch_files import load_torch_file
 from accel_trainer.checkpoint.weights.weight_files import WeightFiles, find_weight_file, make_tensors, save_weights
 from accel_trainer.errors import CheckpointNotFoundError, ConfigError, IncompatibleCheckpointError
+from accel_trainer.runtime.model_wrappers import uncompiled_name
 from accel_trainer.runtime.process import ProcessContext
-from accel_trainer.runtime.rng import set_rng_state
-from accel_trainer.runtime.shared_errors import raise_together
 from accel_trainer.tree import map_leaves
 
 # Directories of shards below a checkpoint of Hugging Face accelerate or a Trainer.
@@ -53,6 +45,8 @@ ALONE = ProcessContext(0, 0, 1, 1, torch.device("cpu"), None)
 
 def find_weights(source: Path, unit: int = 0, verify: str = "full") -> TensorReader:
     """Return the weights in a checkpoint of any kind by parameter name; none is read before it is asked for.
+
+    The names are those in the user's own module, also where layers of it were compiled.
 
     Args:
         source: what `save_state` wrote; a directory of torch.distributed.checkpoint, or one that holds such shards of a
@@ -68,13 +62,13 @@ def find_weights(source: Path, unit: int = 0, verify: str = "full") -> TensorRea
         raise CheckpointNotFoundError(f"{source.absolute()} does not exist; give a checkpoint, or a file of weights")
     is_ours = (source / MANIFEST_NAME).is_file()
     if is_ours and (source / "unit_0.json").is_file():
-        return _state_weights(source, unit, verify)
+        return _state_weights(source, unit, verify)  # under the module's own names
     if is_ours and verify != "off":
         stored = open_checkpoint(source, ALONE, verify)
         stored.check(name for name in stored.manifest.files if name.startswith(_WEIGHTS))
-    if source.is_file():
-        return WeightFiles(source)
-    return _folder_weights(source, unit)
+    found = WeightFiles(source) if source.is_file() else _folder_weights(source, unit)
+    names = {uncompiled_name(name): name for name in found}
+    return found if names.keys() == found.keys() else RenamedTensors(found, names)
 
 
 def _folder_weights(source: Path, unit: int) -> TensorReader:
@@ -299,11 +293,16 @@ def _check_names(source: Path, weights: Mapping[str, Any], optimizer: Optimizer 
         )
 
 
+def suffix(index: int) -> str:
+    """Return the end of a file's name for the object of this number, in the files of accelerate."""
+    return f"_{index}" if index else ""
+
+
 def _write_full(target: Path, unit: int, weights: Mapping[str, LazyTensor], optimizer: Optimizer | None) -> None:
-    torch.save(make_tensors(weights), target / f"pytorch_model_fsdp{_suffix(unit)}.bin")
+    torch.save(make_tensors(weights), target / f"pytorch_model_fsdp{suffix(unit)}.bin")
     if optimizer is not None:
         full = map_leaves(lambda leaf: leaf() if isinstance(leaf, LazyTensor) else leaf, dict(optimizer))
-        torch.save(full, target / f"optimizer{_suffix(unit)}.bin")
+        torch.save(full, target / f"optimizer{suffix(unit)}.bin")
 
 
 def _write_sharded(target: Path, unit: int, weights: Mapping[str, LazyTensor], optimizer: Optimizer | None) -> None:
@@ -342,141 +341,3 @@ def _save_dcp(state: dict[str, Any], directory: Path) -> None:
             dcp.save(without_memory, storage_writer=dcp.FileSystemWriter(directory), planner=planner, no_dist=True)
         except dcp.CheckpointException as error:  # which is no Exception, and holds those of all ranks
             raise next(iter(error.failures.values()))[0] from error
-
-
-logger = logging.get_logger(__name__)
-
-
-def is_accelerate_or_dcp_state(directory: Path) -> bool:
-    """Whether a directory holds a state that `save_state` of this library did not write, and `load_state` reads."""
-    if (directory / MANIFEST_NAME).is_file():
-        return False
-    return (directory / METADATA_NAME).is_file() or any(directory.glob("random_states_*.pkl"))
-
-
-def load_accelerate_or_dcp_state(directory: Path, state: TrainState, process: ProcessContext) -> str:
-    """Load models, optimizers, schedules, loss scale, random streams and registered objects. Collective.
-
-    Returns:
-        A report of the restored and the missing, for the user to read.
-
-    Raises:
-        CheckpointNotFoundError: something that this run has is not there.
-        IncompatibleCheckpointError: it does not fit, or holds what could run code; nothing was changed.
-    """
-    section = f"load of {directory}"
-    has_all = not (directory / METADATA_NAME).is_file()
-    # Everything is checked before the first object changes.
-    loads: list[Callable[[], None]] = []
-    for index, unit in enumerate(state.units):
-        if state.has_weights[index]:
-            weights = read_on_main(process, section, partial(find_weights, directory, index))
-            loads.append(unit.plan_full_model_load(weights or {}))
-        if state.has_optimizer[index]:
-            with as_corrupt(directory):
-                stored = read_on_main(process, section, partial(_optimizer, directory, index, unit.group_names()))
-            loads.append(unit.plan_full_optimizer_load(stored or {}))
-    with raise_together(process, section), as_corrupt(directory):
-        small = _read_small(directory, state) if has_all else []
-    for load in loads:
-        load()
-    if not has_all:
-        return "a directory of torch.distributed.checkpoint: models and optimizers; all else is as it was"
-    with raise_together(process, section):
-        for item, saved in small:
-            item.load_state_dict(saved)
-        # Last, as in `load_train_state`.
-        streams = _restore_streams(directory, process)
-    saved_by = len(list(directory.glob("random_states_*.pkl")))
-    stepped = f"; its schedules were stepped {saved_by} times an update" if saved_by > 1 and state.schedulers else ""
-    return f"a state of Hugging Face accelerate; {streams}{stepped}; the position in the data is not in it"
-
-
-def _suffix(index: int) -> str:
-    return f"_{index}" if index else ""
-
-
-def _required(directory: Path, name: str) -> Path:
-    path = directory / name
-    if not path.is_file():
-        raise CheckpointNotFoundError(
-            f"{path.absolute()} is missing: this run has something that the state was saved without; prepare and "
-            "register what the run that saved it had"
-        )
-    return path
-
-
-_load = partial(load_torch_file, has_arrays=True)
-
-
-def _optimizer(directory: Path, index: int, own: Sequence[Sequence[str]]) -> Mapping[str, Any]:
-    """Return an optimizer's state by parameter name."""
-    shards = next((d for d in (directory / f"optimizer_{index}", directory) if (d / METADATA_NAME).is_file()), None)
-    if shards is None:
-        path = _required(directory, f"optimizer{_suffix(index)}.bin")
-        return name_parameters(_load(path, is_mapped=is_zipfile(path)), own, directory)
-    stored = DcpDirectory(shards)
-    outer = {path[0] for path in stored.paths.values()}
-    key = next((key for key in ("optimizer", "optim") if key in outer), None)
-    if key is None:
-        raise CheckpointNotFoundError(f"{shards.absolute()} holds no optimizer's state; load its weights alone")
-    return name_parameters(stored.nested(key), own, directory)
-
-
-def name_parameters(stored: Mapping[str, Any], own: Sequence[Sequence[str]], path: Path) -> Mapping[str, Any]:
-    """Give an optimizer's state that numbers its parameters the names in the same places of its groups in this run."""
-    groups = list(stored["param_groups"])
-    keys = list(chain.from_iterable(group["params"] for group in groups))
-    if not all(isinstance(key, int) for key in keys):
-        return {"state": dict(stored.get("state", {})), "param_groups": groups}
-    sizes, own_sizes = [len(group["params"]) for group in groups], list(map(len, own))
-    if list(filter(None, sizes)) != list(filter(None, own_sizes)):  # DeepSpeed drops empty groups
-        raise IncompatibleCheckpointError(
-            f"the optimizer's state in {path.absolute()} was saved for parameter groups of {sizes} parameters, and "
-            f"this optimizer has groups of {own_sizes}; build the model and the optimizer that were saved"
-        )
-    names = dict(zip(keys, chain.from_iterable(own), strict=True))
-    return {
-        "state": {names[int(key)]: entry for key, entry in stored.get("state", {}).items()},
-        "param_groups": [{**group, "params": [names[key] for key in group["params"]]} for group in groups],
-    }
-
-
-def _read_small(directory: Path, state: TrainState) -> list[tuple[Any, Any]]:
-    """Return schedulers, registered objects and the loss scale, each with its stored state."""
-    small: list[tuple[Any, Any]] = [
-        (scheduler, _load(_required(directory, f"scheduler{_suffix(index)}.bin")))
-        for index, scheduler in enumerate(state.schedulers)
-    ]
-    # By number: as text, 10 would come before 9, and objects would load each other's state.
-    saved = sorted(directory.glob("custom_checkpoint_*.pkl"), key=lambda path: int(path.stem.rpartition("_")[2]))
-    if len(saved) != len(state.objects):
-        raise IncompatibleCheckpointError(
-            f"{directory.absolute()} holds {len(saved)} registered object(s), and {len(state.objects)} are registered; "
-            "register what the run that saved it had, in its order"
-        )
-    small += [(item, _load(path)) for item, path in zip(state.objects.values(), saved, strict=True)]
-    if state.scaler is not None and (directory / "scaler.pt").is_file():
-        small.append((state.scaler, _load(directory / "scaler.pt")))
-    return small
-
-
-def _restore_streams(directory: Path, process: ProcessContext) -> str:
-    """Restore this rank's random streams where as many ranks saved them; return a report."""
-    saved_by = len(list(directory.glob("random_states_*.pkl")))
-    if saved_by != process.world_size:
-        return f"saved by {saved_by} process(es) and loaded by {process.world_size}: random streams of this run"
-    try:
-        streams = _load(directory / f"random_states_{process.rank}.pkl")
-        name, keys, *rest = streams["numpy_random_seed"]
-        set_rng_state(
-            {
-                "python": streams["random_state"],
-                "numpy": {"name": name, "keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)), "rest": rest},
-                "torch": streams["torch_manual_seed"],
-            }
-        )
-    except (IncompatibleCheckpointError, KeyError, TypeError, ValueError) as error:
-        logger.warning("random streams in %s cannot be read, and this run's go on: %s", directory, error)
-        return "random streams of this run"
-    return "random streams restored"

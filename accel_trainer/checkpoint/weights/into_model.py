@@ -31,7 +31,7 @@ from accel_trainer.checkpoint.weights.offloaded import Index, offload_weight, ou
 from accel_trainer.checkpoint.weights.weight_files import BroadcastFiles, WeightFiles
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError, OffloadedModelError
 from accel_trainer.runtime.cores import usable_cores
-from accel_trainer.runtime.model_wrappers import unwrap_module
+from accel_trainer.runtime.model_wrappers import uncompiled_name, unwrap_module
 from accel_trainer.runtime.process import find_process, with_index
 from accel_trainer.runtime.torch_private import RESET_METHODS, copy_module, parameter_like
 
@@ -354,7 +354,7 @@ def _match(
     sources, missing = {}, []
     for names in groups:
         # Files hold a tied tensor once, and not always under the name that comes first in this model.
-        stored = next((name for name in names if name in weights), None)
+        stored = next((name for name in (*names, *map(uncompiled_name, names)) if name in weights), None)
         if stored is None:
             missing.append(names[0])
         else:
@@ -366,7 +366,8 @@ def _match(
         raise IncompatibleCheckpointError(
             f"{weights.path} does not fit the model: {'; '.join(differ[:5])}{more}. Build the model that was saved"
         )
-    return sources, missing, [name for name in weights if name not in own]
+    known = {*own, *map(uncompiled_name, own)}
+    return sources, missing, [name for name in weights if name not in known]
 
 
 def describe_names(names: list[str]) -> str:

@@ -35,18 +35,13 @@ from accel_trainer.checkpoint.shards import ShardedTensors, StoredShards, local_
 from accel_trainer.checkpoint.weights.into_model import describe_names, names_by_tensor, require_tensors
 from accel_trainer.checkpoint.weights.offloaded import offloaded_tensors, outlines_of
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
+from accel_trainer.runtime.model_wrappers import uncompiled_name
 from accel_trainer.runtime.shared_errors import raise_together
-from accel_trainer.runtime.torch_private import ORIGINAL_MODULE
 from accel_trainer.strategies.local_replicas import LocalReplicas
 from accel_trainer.techniques.ema import AveragedWeights
 
 EXTRA_STATE = "_extra_state"
 """Last part of the name under which torch saves what a module's get_extra_state() returns; of any shape."""
-
-
-def uncompiled_name(name: str) -> str:
-    """Return the name in the user's own module: `torch.compile(module)` is a wrapper that puts its own in between."""
-    return name.replace(f"{ORIGINAL_MODULE}.", "")
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,6 +279,10 @@ class CheckpointIO(ABC):
     @abstractmethod
     def group_names(self) -> list[list[str]]:
         """Return the names of this module's parameters in each group of the optimizers."""
+
+    def names_by_optimizer(self) -> Sequence[Sequence[Sequence[str | None]]]:
+        """Return the names of the parameters in each optimizer's groups; None for those of other models."""
+        return [self.group_names()]  # an engine has one
 
     def new_reads(self) -> Reads:
         """Return an empty plan of reads."""

@@ -28,6 +28,7 @@ from accel_trainer.checkpoint.shards import (
     write_shards,
 )
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.model_wrappers import uncompiled_name
 from accel_trainer.runtime.process import current_process
 from accel_trainer.runtime.tensor_trees import is_tensor
 from accel_trainer.runtime.transport import as_sendable_dtype, to_sendable
@@ -40,7 +41,6 @@ from accel_trainer.strategies.parameter_state.base_io import (
     Reads,
     current_rank,
     group_options,
-    uncompiled_name,
     world_size,
 )
 from accel_trainer.techniques.ema import AveragedWeights
@@ -148,8 +148,7 @@ class TorchCheckpointIO(CheckpointIO):
         """Return the groups of all optimizers, each with its parameters of this module by name, and its optimizer."""
         # An optimizer of several models has groups without parameters of this one.
         self.require_optimizer()
-        names = {id(parameter): uncompiled_name(name) for name, parameter in self.module.named_parameters()}
-        found = []
+        names, found = self._own_names(), []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 own = {names[id(p)]: p for p in group["params"] if id(p) in names}
@@ -160,6 +159,14 @@ class TorchCheckpointIO(CheckpointIO):
     def group_names(self) -> list[list[str]]:
         """Return the names of this module's parameters in each group of the optimizers."""
         return [list(own) for _, own, _ in self._named_groups()]
+
+    def names_by_optimizer(self) -> Sequence[Sequence[Sequence[str | None]]]:
+        """Return the names of the parameters in each optimizer's groups; None for those of other models."""
+        names, all_groups = self._own_names(), [optimizer.param_groups for optimizer in self.optimizers]
+        return [[[names.get(id(p)) for p in group["params"]] for group in groups] for groups in all_groups]
+
+    def _own_names(self) -> dict[int, str]:
+        return {id(parameter): uncompiled_name(name) for name, parameter in self.module.named_parameters()}
 
     def _optimizer_state(self) -> dict[str, Any]:
         """Return the optimizers' state by parameter name, its tensors sharded as they are."""

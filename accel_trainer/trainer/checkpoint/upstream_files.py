@@ -29,6 +29,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,8 @@ from transformers.utils import logging
 from accel_trainer.accelerator.accelerated_scheduler import AcceleratedScheduler
 from accel_trainer.checkpoint.background import GatheredLater, NeedsValuesError
 from accel_trainer.checkpoint.disk import as_corrupt, check_regular, create_file, read_json
-from accel_trainer.checkpoint.interop.huggingface import find_weights, name_parameters
+from accel_trainer.checkpoint.interop.foreign_states import name_parameters
+from accel_trainer.checkpoint.interop.huggingface import find_weights
 from accel_trainer.checkpoint.manifest import MANIFEST_NAME, Manifest
 from accel_trainer.checkpoint.object_store import shown
 from accel_trainer.checkpoint.publication import StagedDirectory
@@ -67,6 +69,7 @@ from accel_trainer.checkpoint.weights.weight_files import USERS_CLASS, distinct,
 from accel_trainer.config import Resolved
 from accel_trainer.data.position import Position
 from accel_trainer.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
+from accel_trainer.runtime.model_wrappers import uncompiled_name, unwrap_module
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.shared_errors import gather_calls, raise_together
 from accel_trainer.runtime.whereabouts import for_all
@@ -82,6 +85,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger("transformers.trainer")
 
+_FSDP_MODEL_NAMES = ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0")
 FULL_OPTIMIZER_NAME = "optimizer.bin"
 SHARDED_OPTIMIZER_NAME = "optimizer_0"
 PLAIN_OPTIMIZER_NAME = "optimizer.pt"
@@ -439,13 +443,17 @@ def _as_held(model: nn.Module, weights: Mapping[str, Tensor]) -> Mapping[str, Te
     """Return weights under the names and in the shapes that `model` has, where transformers stores others."""
     # Its `save_pretrained` undoes what `from_pretrained` does: a mixture has one tensor of all experts, and a file each
     # expert by itself. Loaded by name, they would be left out.
-    own = set(model.state_dict(keep_vars=True))
+    own = set(map(uncompiled_name, model.state_dict(keep_vars=True)))
+    model = unwrap_module(model)
     if not isinstance(model, PreTrainedModel) or own.issuperset(weights) or not own.difference(weights):
         return weights
     model_class: Any = vars(model).get(USERS_CLASS, type(model))
+    # In one that holds the values of all: `model.dtype` is that of its first parameter.
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p.itemsize > 1}
+    dtype = reduce(torch.promote_types, dtypes) if dtypes else model.dtype
     with unsharded_models():
         found, report = model_class.from_pretrained(
-            None, config=deepcopy(model.config), state_dict=dict(weights), dtype=model.dtype, output_loading_info=True
+            None, config=deepcopy(model.config), state_dict=dict(weights), dtype=dtype, output_loading_info=True
         )
     held = {name: value for name, value in found.state_dict().items() if name not in report["missing_keys"]}
     return held | {name: weights[name] for name in report["unexpected_keys"]}
@@ -460,11 +468,14 @@ def load_as_held(trainer: Trainer, model: nn.Module, directory: Path) -> bool:
     except CheckpointNotFoundError:
         return False  # transformers knows more files
     held = _as_held(model, weights)
-    if held is weights and is_of_transformers(model):
+    names = {uncompiled_name(name): name for name in model.state_dict(keep_vars=True)}
+    # Upstream (5.23, trainer.py:3639) refuses files of FSDP where it does not shard, and knows no compiled layers.
+    is_of_fsdp = any((directory / name).exists() for name in _FSDP_MODEL_NAMES)
+    if held is weights and is_of_transformers(model) and not is_of_fsdp and list(names) == list(names.values()):
         return False
     logger.info(f"Loading model from {directory}.")
-    model.load_state_dict(dict(held), strict=False)
-    _warn_of_differences(trainer, set(model.state_dict(keep_vars=True)), set(held), model)
+    model.load_state_dict({names.get(name, name): held[name] for name in held}, strict=False)
+    _warn_of_differences(trainer, set(names), set(held), model)
     return True
 
 
@@ -482,7 +493,7 @@ def load_model(trainer: Trainer, model: nn.Module, directory: Path) -> None:
                 raise CheckpointNotFoundError(
                     f"Can't find a valid checkpoint at {directory}: {error}, and no pytorch_model_fsdp_0/"
                 ) from error
-    names = set(unit.module.state_dict())
+    names = set(map(uncompiled_name, unit.module.state_dict()))
     unit.checkpoint_io().load_full_model_state(
         {name: weights[name] for name in weights if name in names} if not names.issuperset(weights) else weights,
         strict=False,
@@ -493,7 +504,7 @@ def load_model(trainer: Trainer, model: nn.Module, directory: Path) -> None:
 def _warn_of_differences(trainer: Trainer, own: set[str], stored: set[str], module: nn.Module) -> None:
     if not trainer.accelerator.is_main_process:
         return
-    named = dict(module.named_parameters(remove_duplicate=False))
+    named = {uncompiled_name(name): p for name, p in module.named_parameters(remove_duplicate=False)}
     # A tied parameter is stored under one of its names.
     loaded = {id(parameter) for name, parameter in named.items() if name in stored}
     missing = [name for name in sorted(own - stored) if id(named.get(name)) not in loaded]

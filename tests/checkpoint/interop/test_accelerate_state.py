@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 
 from accel_trainer import Accelerator, ProjectConfiguration
 from accel_trainer.errors import CheckpointNotFoundError, IncompatibleCheckpointError
@@ -55,6 +56,28 @@ def go_on(strategy: str, folder: str) -> list[float]:
 def test_it_loads_on_several_ranks(strategy: str):
     for losses in run_ranks(go_on, 2, strategy, str(ACCELERATE)):
         assert losses == pytest.approx(LOSSES_AFTER, abs=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "_orig_mod.module."])
+def test_weights_under_the_names_of_wrappers_load(theirs: Path, wrapper: str):
+    """accelerate's save_state unwraps no model: under DDP each name begins with `module.`."""
+    file = theirs / "model.safetensors"
+    save_file({f"{wrapper}{name}": value for name, value in load_file(file).items()}, file)
+    assert go_on("single", str(theirs)) == pytest.approx(LOSSES_AFTER, abs=1e-6)
+
+
+def test_a_module_of_that_name_is_no_wrapper(tmp_path: Path):
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(2, 2)
+
+    saved, own, accelerator = Holder(), Holder(), Accelerator(cpu=True)
+    save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    shutil.copy(ACCELERATE / "random_states_0.pkl", tmp_path)
+    accelerator.prepare(own)
+    accelerator.load_state(tmp_path)
+    torch.testing.assert_close(own.state_dict(), saved.state_dict())
 
 
 def test_the_newest_of_a_project_may_be_theirs(tmp_path: Path):

@@ -265,6 +265,14 @@ def test_a_checkpoint_of_the_stock_trainer_is_read(written, resumed_on_two, form
 
 
 @pytest.mark.multirank
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_one_process_reads_a_checkpoint_of_the_stock_trainer_under_fsdp(folder, written, tmp_path, form):
+    stock_checkpoint(folder / "fsdp" / "plain" / "checkpoint-1", tmp_path / "stock" / "checkpoint-1", form == "sharded")
+    resumed = run(tmp_path / "again", "single", tmp_path / "stock" / "checkpoint-1", **PLAIN)
+    np.testing.assert_allclose(resumed["losses"], written["fsdp", "plain"]["losses"], rtol=1e-5)
+
+
+@pytest.mark.multirank
 def test_the_stock_trainer_is_given_what_it_resumes_from(folder, on_two, tmp_path):
     source = folder / "fsdp" / "exact" / "checkpoint-1"
     names = export_hf_fsdp(source, tmp_path / "full", is_sharded=False)

@@ -76,6 +76,56 @@ def check_resumed(found: dict[str, Any], checkpoint: Path) -> None:
         np.testing.assert_array_equal(found["best"][name], expected[name].numpy(), err_msg=name)
 
 
+def train_compiled(folder: str, strategy: str, checkpoint: str | None = None) -> dict[str, Any]:
+    """Train a model with a compiled layer, or resume it."""
+    size = 4 if strategy == "single" else 2
+    trainer = build_trainer(
+        folder, strategy=strategy, samples=16, per_device_train_batch_size=size, save_strategy="steps", save_steps=2
+    )
+    layers = trainer.model.model.layers
+    layers[0] = torch.compile(layers[0], backend="eager")
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return summary(trainer)
+
+
+def resume_compiled(folder: str, strategy: str) -> list[dict[str, Any]]:
+    whole = train_compiled(f"{folder}/whole", strategy)
+    return [whole, train_compiled(f"{folder}/again", strategy, f"{folder}/whole/checkpoint-2")]
+
+
+def test_compiled_layers_are_resumed(tmp_path: Path):
+    whole, again = resume_compiled(str(tmp_path), "single")
+    assert again["losses"] == whole["losses"]
+    np.testing.assert_equal(again["weights"], whole["weights"])
+
+
+@pytest.mark.multirank
+def test_compiled_layers_are_resumed_in_shards(tmp_path: Path):
+    for whole, again in run_ranks(resume_compiled, 2, str(tmp_path), "fsdp"):
+        assert again["losses"] == whole["losses"]
+        np.testing.assert_equal(again["weights"], whole["weights"])
+    alone = train_compiled(str(tmp_path / "alone"), "single", str(tmp_path / "whole" / "checkpoint-2"))
+    assert alone["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    sharded = run_ranks(train_compiled, 2, str(tmp_path / "2"), "fsdp", str(tmp_path / "alone" / "checkpoint-4"))
+    np.testing.assert_equal(sharded[0]["weights"], alone["weights"])
+
+
+def train_mixture(folder: str, checkpoint: str | None = None) -> dict[str, Any]:
+    trainer = build_trainer(folder, model="mixtral", samples=16, save_strategy="steps", save_steps=2, bf16=True)
+    trainer.model.bfloat16()
+    for name, parameter in trainer.model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return {name: value.float() for name, value in trainer.model.state_dict().items()}
+
+
+def test_a_mixture_in_two_dtypes_keeps_both_when_it_is_resumed(tmp_path: Path):
+    whole = train_mixture(str(tmp_path / "whole"))
+    again = train_mixture(str(tmp_path / "again"), str(tmp_path / "whole" / "checkpoint-2"))
+    torch.testing.assert_close(again, whole, rtol=0, atol=0)
+
+
 class HandWritten(nn.Module):
     """A language model of no library, whose head is its embedding."""
 
