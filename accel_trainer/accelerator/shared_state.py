@@ -158,36 +158,39 @@ class ProcessView:
         """Run a block on the first rank of each node, then on the others. Collective: every rank enters it."""
         return self._goes_first(self.is_local_main_process)
 
-    def _only_if(self, wanted: bool, function: F) -> F:
+    def _only_if(self, is_wanted: Callable[[], bool], function: F) -> F:
+        # Asked at each call: where a rank is lost, another may be the main process since.
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if wanted else None
+            return function(*args, **kwargs) if is_wanted() else None
 
         return run  # type: ignore[return-value]
 
     def on_main_process(self, function: F) -> F:
         """Decorate a function so that it runs on rank 0 and returns None elsewhere."""
-        return self._only_if(self.is_main_process, function)
+        return self._only_if(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: F) -> F:
         """Decorate a function so that it runs on the first rank of each node."""
-        return self._only_if(self.is_local_main_process, function)
+        return self._only_if(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: F) -> F:
         """Decorate a function so that it runs on the highest rank."""
-        return self._only_if(self.is_last_process, function)
+        return self._only_if(lambda: self.is_last_process, function)
 
     def on_process(self, function: F | None = None, process_index: int = 0) -> Any:
         """Decorate a function so that it runs on one rank; a process alone runs it whatever the rank."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
-        return self._only_if(not self.use_distributed or self.process_index == process_index, function)
+        return self._only_if(lambda: not self.use_distributed or self.process_index == process_index, function)
 
     def on_local_process(self, function: F | None = None, local_process_index: int = 0) -> Any:
         """Decorate a function so that it runs on one rank of each node; a process alone runs it in any case."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        return self._only_if(not self.use_distributed or self.local_process_index == local_process_index, function)
+        return self._only_if(
+            lambda: not self.use_distributed or self.local_process_index == local_process_index, function
+        )
 
 
 def stated_waits(resolved: Resolved) -> dict[str, Any]:

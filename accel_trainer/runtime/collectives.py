@@ -228,7 +228,7 @@ def pad_across_processes(
         debug: compare the number of tensors, their dtypes and dimensions over the ranks before any data moves.
 
     Raises:
-        ConfigError: a leaf is no tensor, or an integer dtype cannot hold `pad_index`.
+        ConfigError: a leaf is no tensor, or its dtype cannot hold `pad_index`.
         ProcessGroupError: with `debug`, the ranks do not have tensors of the same kinds.
     """
     tensors = tensors_of("pad_across_processes", data)

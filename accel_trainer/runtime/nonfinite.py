@@ -257,7 +257,11 @@ def _nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     flags = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist() if sums else []
     suspects = [(name, value) for name, value, is_number in zip(names, values, flags, strict=True) if not is_number]
     # Large numbers can make a sum infinite, too.
-    return [name for name, value in suspects if not value.isfinite().all()]
+    return [name for name, value in suspects if not _widened(value).isfinite().all()]
+
+
+def _widened(value: Tensor) -> Tensor:
+    return value.float() if value.itemsize == 1 else value  # torch 2.13 has no isfinite of float8
 
 
 def _raise(text: str) -> NoReturn:

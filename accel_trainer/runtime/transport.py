@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from accel_trainer.errors import UnsupportedTypeError
 from accel_trainer.runtime.process import ProcessContext
@@ -38,6 +39,10 @@ def tensors_of(name: str, data: Any) -> list[Tensor]:
 
 
 def _has_tensor(name: str, leaf: Any) -> bool:
+    if isinstance(leaf, DTensor):
+        raise UnsupportedTypeError(
+            f"{name} got a DTensor, whose ranks hold parts of one tensor; call its full_tensor(), on every rank"
+        )
     if leaf is None or isinstance(leaf, Tensor):
         return leaf is not None
     raise UnsupportedTypeError(
@@ -51,7 +56,7 @@ def to_sendable(tensor: Tensor, process: ProcessContext) -> Tensor:
     tensor = tensor.detach()
     if tensor.device.type == "cpu" and process.device.type != "cpu" and not backend_takes_cpu():
         tensor = tensor.to(process.device)
-    return tensor.contiguous()
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def backend_takes_cpu() -> bool:

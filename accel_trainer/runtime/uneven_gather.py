@@ -148,7 +148,8 @@ def gather_any_shapes(data: Any, process: ProcessContext, *, pad_index: float | 
     fills nothing: a tensor becomes a list with each of its rows over all ranks, in the shape that it had.
     """
     for tensor in tensors_of("gather", data):
-        check_pad_value(pad_index or 0, tensor.dtype)
+        if tensor.dtype is not torch.bool:  # a mask may be of one shape beside what is filled with -100
+            check_pad_value(pad_index or 0, tensor.dtype)
     return _gather_exchanged(data, describe_rows(tensors_of("gather", data), None), process, pad_index)
 
 
@@ -169,19 +170,26 @@ def _gather_exchanged(
 
 
 def check_pad_value(pad_index: float, dtype: torch.dtype) -> None:
-    """Refuse a value that an integer dtype cannot hold."""
+    """Refuse a value that a dtype cannot hold."""
     # On every rank before the exchange: one that has to pad would find out alone.
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+    if dtype.is_complex or (dtype.is_floating_point and not math.isfinite(pad_index)):
         return
-    limits = torch.iinfo(dtype)
-    if not limits.min <= pad_index <= limits.max:
+    if dtype is torch.bool:
+        fits, held = pad_index in (0, 1), "0 and 1"
+    else:
+        limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        is_whole = dtype.is_floating_point or float(pad_index).is_integer()
+        fits, held = is_whole and limits.min <= pad_index <= limits.max, f"{limits.min} to {limits.max}"
+    if not fits:
         raise ConfigError(
-            f"pad_index={pad_index} does not fit a tensor of {dtype}, which holds {limits.min} to {limits.max}; give "
-            "another value, or gather a tensor of a wider dtype"
+            f"pad_index={pad_index} does not fit a tensor of {dtype}, which holds {held}; give another value, or "
+            "gather a tensor of a wider dtype"
         )
 
 
 def _gather_shapes(tensor: Tensor, shapes: Shapes, process: ProcessContext, pad_index: float | None) -> Any:
+    if len({shape[1:] for shape in shapes}) > 1:  # known to every rank
+        check_pad_value(pad_index or 0, tensor.dtype)
     blocks = _gather_blocks(tensor if tensor.ndim else tensor[None], shapes, process, pad_index or 0)
     if pad_index is None:
         tails = [tuple(map(slice, shape[1:])) for shape in shapes]

@@ -344,3 +344,9 @@ def test_r14_on_an_accelerator_the_update_is_taken_back_one_later(tmp_path: Path
     assert weights[3].isnan().any()
     assert torch.equal(weights[4], weights[1])
     assert torch.equal(weights[5], weights[2])
+
+
+def test_a_nan_of_eight_bits_is_named():
+    weight = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)
+    with pytest.raises(NonFiniteError, match="save: 1 of the model's weights hold NaN or infinity, 'weight' for one"):
+        check_weights([("weight", weight)], "save", None, is_forced=False)

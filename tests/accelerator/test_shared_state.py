@@ -26,6 +26,7 @@ from accel_trainer import (
     ProjectConfiguration,
 )
 from accel_trainer.errors import ConfigError
+from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.state import is_initialized
 from tests.ranks import preload, run_ranks
 
@@ -236,6 +237,15 @@ def take_turns(folder: str) -> tuple[Any, ...]:
         accelerator.on_local_process(local_process_index=1),
     ]
     return state.backend, found, printed.getvalue(), [decide(lambda: state.process_index)() for decide in deciders]
+
+
+def test_a_decorated_function_asks_when_it_is_called_who_is_the_main_process():
+    """Where the first of two ranks is lost, the other one is."""
+    state = PartialState(process=ProcessContext(1, 1, 2, 2, torch.device("cpu"), "gloo"))
+    log = state.on_main_process(lambda: "logged")
+    assert log() is None
+    state.process = ProcessContext(0, 0, 1, 1, torch.device("cpu"), "gloo")
+    assert log() == "logged"
 
 
 def test_ranks_take_turns_print_for_their_node_and_run_the_functions_that_are_for_them(tmp_path: Path):

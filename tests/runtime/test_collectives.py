@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from accel_trainer.errors import ConfigError, ProcessGroupError, UnsupportedTypeError
 from accel_trainer.runtime import collectives
@@ -66,6 +68,8 @@ def test_padding_refuses_what_it_cannot_do_before_ranks_talk() -> None:
     process = ProcessContext(0, 0, 2, 2, torch.device("cpu"), "gloo")
     with pytest.raises(ConfigError, match=r"pad_index=-1 does not fit a tensor of torch.uint8, which holds 0 to 255"):
         collectives.pad_across_processes({"mask": torch.ones(2, dtype=torch.uint8)}, process, pad_index=-1)
+    with pytest.raises(ConfigError, match=r"pad_index=-1 does not fit a tensor of torch.bool, which holds 0 and 1"):
+        collectives.pad_across_processes(torch.ones(2, dtype=torch.bool), process, pad_index=-1)
     for place in (process, ALONE):
         with pytest.raises(ConfigError, match=r"pad_across_processes takes tensors .* and got a str"):
             collectives.pad_across_processes({"a": torch.ones(1), "b": "text"}, place)
@@ -125,9 +129,32 @@ def test_samples_of_one_process_are_a_list_as_on_many() -> None:
         collectives.gather(torch.ones(2), ALONE, pad_index=0, as_samples=True)
 
 
-def test_a_filling_value_that_the_dtype_cannot_hold_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"pad_index=-100 does not fit a tensor of torch.uint8, which holds 0 to 255"):
-        collectives.gather(torch.ones(1, dtype=torch.uint8), ALONE, pad_index=-100)
+@pytest.mark.parametrize(
+    ("dtype", "value", "held"),
+    [
+        (torch.uint8, -100, "0 to 255"),
+        (torch.int64, 0.5, "-9223372036854775808 to"),
+        (torch.int64, float("inf"), "-9223372036854775808 to"),
+        (torch.float16, -1e9, "-65504.0 to 65504.0"),
+    ],
+)
+def test_a_filling_value_that_the_dtype_cannot_hold_is_refused(dtype: torch.dtype, value: float, held: str) -> None:
+    with pytest.raises(ConfigError, match=rf"pad_index={value} does not fit a tensor of {dtype}, which holds {held}"):
+        collectives.gather(torch.ones(1, dtype=dtype), ALONE, pad_index=value)
+    for fits, own in ((float("-inf"), torch.float16), (-100, torch.bool), (-100, torch.bfloat16)):
+        assert collectives.gather(torch.ones(1, dtype=own), ALONE, pad_index=fits).dtype is own
+
+
+def move_odd_tensors() -> Any:
+    process = join()
+    x = torch.tensor([1 + 2j * (process.rank + 1)])
+    with pytest.raises(UnsupportedTypeError, match=r"reduce got a DTensor, .* call its full_tensor\(\), on every rank"):
+        collectives.reduce(DTensor.from_local(torch.ones(1), init_device_mesh("cpu", (2,))), process)
+    return collectives.gather(x.conj(), process).tolist()
+
+
+def test_conjugate_views_are_gathered_and_parts_of_a_tensor_are_refused() -> None:
+    assert run_ranks(move_odd_tensors, 2) == [[1 - 2j, 1 - 4j]] * 2
 
 
 def test_send_to_device_moves_everything_but_skipped_keys() -> None:
@@ -319,6 +346,10 @@ def gather_any_shapes() -> dict[str, Any]:
     data = {"logits": logits, "boxes": boxes, "flag": torch.tensor([rank == 0, True]), "loss": torch.tensor(rank + 0.5)}
     padded = collectives.gather(data, process, pad_index=-1)
     samples = collectives.gather((data, None), process, as_samples=True)[0]
+    with pytest.raises(
+        ConfigError, match=r"pad_index=-1 does not fit a tensor of torch.bool, which holds 0 and 1; give"
+    ):
+        collectives.gather(logits > 0, process, pad_index=-1)
     return {
         "padded": {name: tensor.tolist() for name, tensor in padded.items()},
         "dtypes": [str(tensor.dtype) for tensor in padded.values()],
