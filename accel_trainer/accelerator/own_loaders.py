@@ -114,7 +114,12 @@ class _MadeByHand(type):
 
 
 def _prepare(
-    loader: DataLoader[Any], reader: ProcessContext, config: DataConfig, device: Any, rng_types: Sequence[str] | None
+    loader: DataLoader[Any],
+    reader: ProcessContext,
+    config: DataConfig,
+    device: Any,
+    rng_types: Sequence[str] | None,
+    job: ProcessContext | None = None,
 ) -> PreparedDataLoader:
     """Return a loader of a shard, with a state of its own, that sets the named streams to rank 0's in each pass."""
     process = current_process()
@@ -129,6 +134,7 @@ def _prepare(
     prepared = prepare_for_job(
         loader,
         process=reader,
+        job=job,
         config=config,
         device=None if device is None else torch.device(device),
         seed=torch.initial_seed(),
@@ -268,4 +274,5 @@ def prepare_data_loader(
         non_blocking=non_blocking,
         use_stateful_dataloader=use_stateful_dataloader,
     )
-    return _prepare(dataloader, reader, config, (device or process.device) if put_on_device else None, rng_types)
+    own_device = (device or process.device) if put_on_device else None
+    return _prepare(dataloader, reader, config, own_device, rng_types, job=process)

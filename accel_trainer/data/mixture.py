@@ -240,7 +240,10 @@ def read_mixture(source: ConfigSource, tokenizer: Any = None) -> Mixture:
         raise ConfigError(f"dataset_mixture is {show(source)}; expected {error.expected}{error.hint}") from None
     entries = config.pop("datasets", None) or ()
     weights, streaming = _weights_of(entries), bool(config.pop("streaming", False))
-    sets = [tokenized(_load(entry, streaming), tokenizer) for entry in entries]
+    loaded = [_load(entry, streaming) for entry in entries]
+    # A collator takes labels of all samples of a batch, or of none.
+    has_labels = any({"messages", "labels"}.intersection(each.column_names or ()) for each in loaded)
+    sets = [_tokenized(each, tokenizer, has_labels) for each in loaded]
     return Mixture(sets, list(map(_name_of, entries)), weights, config)
 
 
@@ -275,17 +278,17 @@ def _load(entry: Mapping[str, Any], streaming: bool) -> Any:
     return loaded.select_columns(list(entry["columns"])) if entry.get("columns") else loaded
 
 
-def tokenized(dataset: Any, tokenizer: Any) -> Any:
+def _tokenized(dataset: Any, tokenizer: Any, has_labels: bool) -> Any:
     """Return a data set with the tokens of its "messages" (by the chat template) or "text"; as it is with "input_ids".
 
     What the chat template marks as the assistant's counts as labels; without such marks, and of text, all tokens do.
-    Text ends with the tokenizer's end of a sequence.
+    Text ends with the tokenizer's end of a sequence, and has labels where another data set of the mixture has.
     """
     columns = dataset.column_names or ()
     column = next((name for name in ("messages", "text") if name in columns), None)
     if "input_ids" in columns or tokenizer is None or column is None:
         return dataset
-    tokens = partial(_tokens_of_chat if column == "messages" else _tokens_of_text, tokenizer)
+    tokens = partial(_tokens_of_chat if column == "messages" else partial(_tokens_of_text, has_labels), tokenizer)
     return dataset.map(lambda sample: tokens(sample[column]), remove_columns=columns)
 
 
@@ -298,7 +301,7 @@ def _tokens_of_chat(tokenizer: Any, messages: Any) -> dict[str, list[int]]:
     return {"input_ids": ids, "labels": [token if count else -100 for token, count in zip(ids, counts, strict=True)]}
 
 
-def _tokens_of_text(tokenizer: Any, text: str) -> dict[str, list[int]]:
+def _tokens_of_text(has_labels: bool, tokenizer: Any, text: str) -> dict[str, list[int]]:
     ids, end = tokenizer(text)["input_ids"], tokenizer.eos_token_id
     ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
-    return {"input_ids": ids}
+    return {"input_ids": ids, "labels": ids} if has_labels else {"input_ids": ids}

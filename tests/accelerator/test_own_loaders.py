@@ -116,6 +116,18 @@ def test_first_batches_are_skipped():
     assert prepared.dispatches
 
 
+def test_shards_without_an_accelerator_of_a_loader_with_a_generator_of_its_own():
+    shards = [
+        prepare_data_loader(
+            DataLoader(range(8), 2, shuffle=True, generator=torch.Generator().manual_seed(3)), None, 2, rank
+        )
+        for rank in range(2)
+    ]
+    first, second = ([batch.tolist() for batch in shard] for shard in shards)
+    whole = DataLoader(range(8), 2, shuffle=True, generator=torch.Generator().manual_seed(3))
+    assert [batch for pair in zip(first, second, strict=True) for batch in pair] == [each.tolist() for each in whole]
+
+
 @pytest.mark.parametrize("even", [False, True])
 def test_shards_without_an_accelerator(even: bool):
     loader = DataLoader(range(10), batch_size=4)

@@ -255,6 +255,20 @@ def test_labels_are_what_a_template_marks_and_all_without_marks(template: Any, i
     assert (-100 in sample["labels"]) == is_marked
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_text_has_labels_beside_chats(tmp_path: Path, streaming: bool) -> None:
+    from tests.documented_job import build_tokenizer
+
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "bad"}]}))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "film"}))
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = CHAT
+    chat, text = ({"path": "json", "data_files": str(tmp_path / f"{name}.jsonl")} for name in ("chat", "text"))
+    for sample in load_mixture({"datasets": [chat, text], "streaming": streaming}, tokenizer):
+        assert sample["labels"] == sample["input_ids"]
+    assert all("labels" not in each for each in load_mixture({"datasets": [text], "streaming": streaming}, tokenizer))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
