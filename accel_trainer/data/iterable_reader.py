@@ -25,7 +25,7 @@ from accel_trainer.data.packing import PackedStream
 from accel_trainer.data.plan import BatchRows, mix_seed, seed_for_epoch
 from accel_trainer.data.randomness import PrivateStreams, StepStreams
 from accel_trainer.logging import get_logger
-from accel_trainer.runtime.rng import stream_index
+from accel_trainer.runtime.rng import KeptStreams, stream_index
 from accel_trainer.runtime.torch_private import AsWorker
 from accel_trainer.tree import map_leaves
 
@@ -124,16 +124,25 @@ class _EpochStream(IterableDataset[Any]):
 
     Args:
         keeps_state: ask the dataset for its `state_dict()` at every step.
+        init_lane: the user's `worker_init_fn`, called with the lane's worker; it may cut the dataset that it finds.
     """
 
     def __init__(
-        self, dataset: Any, rule: StreamRule, seed: int, *, num_lanes: int = 0, keeps_state: bool = False
+        self,
+        dataset: Any,
+        rule: StreamRule,
+        seed: int,
+        *,
+        num_lanes: int = 0,
+        keeps_state: bool = False,
+        init_lane: Callable[[int], Any] | None = None,
     ) -> None:
         self.dataset = dataset
         self.rule = rule
         self.seed = seed
         self.num_lanes = num_lanes
         self.keeps_state = keeps_state
+        self._init_lane = init_lane
         self._epoch = torch.zeros((), dtype=torch.int64)
         self._skip = torch.zeros((), dtype=torch.int64)
         self._begins_within = torch.zeros((), dtype=torch.int64)
@@ -156,6 +165,16 @@ class _EpochStream(IterableDataset[Any]):
         self._begins_within.fill_(origin is not None)
         self._origin = origin
 
+    def init_worker(self, worker_id: int) -> None:
+        """Call the user's `worker_init_fn` in a worker that reads one lane, its own; else each lane calls it."""
+        if self._init_lane is not None and self._reads_own_lane:
+            self._init_lane(worker_id)
+
+    @property
+    def _reads_own_lane(self) -> bool:
+        worker = get_worker_info()
+        return self.num_lanes == (0 if worker is None else worker.num_workers)
+
     def begin_step(self) -> None:
         """Begin the worker's random streams of the step whose samples it has read last."""
         self._step_streams.begin(int(self._epoch), self._num_begun)
@@ -164,7 +183,7 @@ class _EpochStream(IterableDataset[Any]):
         worker = get_worker_info()
         share, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
         origin = self._origin if self._begins_within else None
-        if origin is None and self.num_lanes == (0 if worker is None else step):
+        if origin is None and self._reads_own_lane:
             return self._read_lane(self.dataset, share, LaneOrigin())
         if origin is None:
             origin = Origin([LaneOrigin()] * max(1, self.num_lanes), workers=self.num_lanes)
@@ -193,13 +212,19 @@ class _EpochStream(IterableDataset[Any]):
 
     def _reader(self, lane: int, origin: Origin, num_read: int) -> tuple[AsWorker, Iterator[Any]]:
         """Return the place at which a lane is read, among so many that are read here, and its steps."""
-        dataset, begin = self.dataset, origin.lanes[lane]
+        dataset, begin, index = self.dataset, origin.lanes[lane], lane // origin.parts
+        init = None if self._reads_own_lane or not origin.workers else self._init_lane
         if origin.parts > 1:
             dataset = dataset.shard(num_shards=origin.parts, index=lane % origin.parts)
-        elif num_read > 1:
+        elif num_read > 1 or init is not None:
             dataset = copy.deepcopy(dataset)
         assert begin is not None
-        return AsWorker(lane // origin.parts, origin.workers, dataset), self._read_lane(dataset, lane, begin)
+        place = AsWorker(index, origin.workers, dataset)
+        if init is not None:
+            # What it seeds is a worker's: dropout must not begin anew where the process itself reads.
+            with KeptStreams() if get_worker_info() is None else nullcontext(), place:
+                init(index)
+        return place, self._read_lane(dataset, lane, begin)
 
     def _read_lane(self, dataset: Any, lane: int, begin: LaneOrigin) -> Iterator[Step | list[list[Any]]]:
         """Yield the steps of a lane, of which the last one ends it."""

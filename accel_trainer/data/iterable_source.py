@@ -62,7 +62,11 @@ def build_stream_source(
         _check_shared(dataset, shards)
     own = _own_shard(dataset, process, config, shards, shard)
     read = dataset if own is None else own
-    options: Any = {"num_lanes": loader.num_workers, "keeps_state": can_resume_itself(read, loader.num_workers)}
+    options: Any = {
+        "num_lanes": loader.num_workers,
+        "keeps_state": can_resume_itself(read, loader.num_workers),
+        "init_lane": loader.worker_init_fn,
+    }
     if own is not None:
         own_stream = ShardedStream(own, rule, seed, **options)
         full = None if own is dataset else _slices(loader, SlicedStream(dataset, rule, seed, **options), worker_seed)
@@ -119,7 +123,7 @@ def _reader(loader: DataLoader[Any], stream: SlicedStream | ShardedStream, *, in
         drop_last=False,
         collate_fn=StepCollate(loader.collate_fn, stream.rule.shard is None, loader.batch_size is None, stream),
         in_order=in_order,
-        worker_init_fn=partial(init_worker, loader.worker_init_fn),
+        worker_init_fn=partial(init_worker, stream.init_worker),
         **LOADER_AT_REST,
     )
     return reader

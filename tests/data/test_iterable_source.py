@@ -145,6 +145,7 @@ class Between(IterableDataset):
 
 
 def share_numbers(worker_id: int) -> None:
+    random.seed(worker_id)
     info: Any = get_worker_info()
     info.dataset.start += 4 * worker_id
     info.dataset.end = min(info.dataset.start + 4, info.dataset.end)
@@ -158,6 +159,24 @@ def test_a_worker_init_function_finds_the_stream_and_shares_it_out(ranks: int) -
     ]
 
     assert sorted(valid_ids(loaders)) == list(range(3, 10))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (2, 0), (1, 0), (0, 2)])
+def test_a_stream_that_a_worker_init_function_shares_out_goes_on_with_other_workers(before: int, after: int) -> None:
+    def build(workers: int) -> PreparedDataLoader:
+        loader = DataLoader(Between(3, 10), 2, num_workers=workers, worker_init_fn=share_numbers)
+        return prepare(loader, use_stateful_dataloader=True)
+
+    loader = build(before)
+    whole = [[batch.tolist() for batch in loader] for _ in range(2)]
+    stopped = build(before)
+    next(iter(stopped))
+    resumed = build(after)
+    resumed.load_state_dict(stopped.state_dict())
+    random_state = random.getstate()
+
+    assert [[batch.tolist() for batch in resumed] for _ in range(2)] == [whole[0][1:], whole[1]]
+    assert random.getstate() == random_state
 
 
 class Doubled(DataLoader[Any]):
