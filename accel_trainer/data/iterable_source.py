@@ -97,7 +97,10 @@ def _own_shard(dataset: Any, process: ProcessContext, config: DataConfig, shards
     # A loader that resumes by itself reads all samples: in shards, their order would depend on the number of ranks.
     if config.use_stateful_dataloader or num_shards_of(dataset) < shards:
         return None
-    return dataset.shard(num_shards=shards, index=shard)
+    own = dataset.shard(num_shards=shards, index=shard)
+    if hasattr(dataset, "_epoch"):  # one tensor for both, so that the user's `set_epoch` holds here
+        own._epoch = dataset._epoch
+    return own
 
 
 def _check_shared(dataset: Any, shards: int) -> None:

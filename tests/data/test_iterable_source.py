@@ -294,6 +294,17 @@ def test_a_shuffled_stream_of_datasets_follows_the_epoch() -> None:
     assert loader.epoch == loader.dataset.epoch == 2
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_epoch_that_is_set_on_a_stream_of_datasets_is_its_loaders(ranks: int) -> None:
+    stream = hub_stream(12, 2).shuffle(seed=1, buffer_size=4)
+    loader = prepare(DataLoader(stream, 2), ranks - 1, ranks)
+
+    stream.set_epoch(5)
+    assert loader.epoch == 5
+    loader.set_epoch(7)
+    assert stream.epoch == 7
+
+
 NOT_BY_SHARDS = {
     "take": lambda stream: stream.take(5),
     "skip": lambda stream: stream.skip(3),
