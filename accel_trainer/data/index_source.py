@@ -346,7 +346,7 @@ class IndexSource:
         """Return the attributes of a loader whose workers begin their random streams anew at every batch."""
         sampler = "batch_sampler" if self.sampler.is_batched else "sampler"
         return {
-            "dataset": SeededDataset(self._dataset),
+            "dataset": SeededDataset(self._dataset, self.epoch),
             sampler: NumberedItems(self.sampler, partial(self._begin_numbers, loader.num_workers)),
             "collate_fn": partial(collate_in_turn, loader.collate_fn),
             "worker_init_fn": partial(init_worker, loader.worker_init_fn),

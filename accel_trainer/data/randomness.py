@@ -131,10 +131,14 @@ def without_turns(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class SeededDataset:
-    """A dataset in a worker, asked for numbered items: its streams begin anew before it is read."""
+    """A dataset in a worker, asked for numbered items: its streams begin anew before it is read.
 
-    def __init__(self, dataset: Any) -> None:
+    A persistent worker holds a copy of the dataset from the first pass on, which later epochs are told to here.
+    """
+
+    def __init__(self, dataset: Any, epoch: int) -> None:
         self.dataset = dataset
+        self._epoch = epoch
         self._streams = StepStreams()
 
     def __getitems__(self, numbered: tuple[list[Any], int, int]) -> Any:
@@ -149,6 +153,11 @@ class SeededDataset:
         item, number, epoch = numbered
         if number < 0:
             return Turn()
+        if epoch != self._epoch:
+            from accel_trainer.data.iterable_reader import set_dataset_epoch
+
+            set_dataset_epoch(self.dataset, epoch)
+            self._epoch = epoch
         self._streams.begin(epoch, number)
         return read(item)
 

@@ -172,6 +172,25 @@ def test_set_epoch_reaches_samplers_and_datasets_through_any_wrapping() -> None:
     assert [inner.epoch for inner in data] == [7, 7, 7]
 
 
+class Growing(Told):
+    """Has one more batch of two in each epoch."""
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * (self.epoch or 0) + index
+
+    def __len__(self) -> int:
+        return 2 + 2 * (self.epoch or 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_the_epoch_reaches_the_dataset_wherever_it_is_read(options: dict[str, Any]) -> None:
+    loader = prepare(DataLoader(Growing(0), 2, **options))
+
+    assert [batch.tolist() for _ in range(2) for batch in loader] == [[0, 1], [100, 101], [102, 103]]
+    loader.set_epoch(2)
+    assert [batch.tolist() for batch in loader] == [[200, 201], [202, 203], [204, 205]]
+
+
 def test_the_epoch_moves_on_after_a_whole_pass_only() -> None:
     loader = prepare(DataLoader(Numbers(8), 2, shuffle=True))
 
