@@ -84,9 +84,9 @@ def mixed_training_data(trainer: Trainer) -> Any:
             f"dataset_mixture (from {args.resolved.source('dataset_mixture').where}) describes the training data, and "
             f"a train_dataset ({type(given).__name__}) was given as well; leave one of them out"
         )
-    update = (
-        args.per_device_train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.readers.world_size
-    )
+    accelerator = trainer.accelerator
+    ranks = 1 if accelerator.config.data.split_batches else accelerator.readers.world_size
+    update = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
     is_reordered = str(args.train_sampling_strategy) != "sequential" or asks_for_packing(args) and args.packing
     with args.main_process_first(desc="mixing the training data"):
         mixture = read_mixture(described, trainer.processing_class)

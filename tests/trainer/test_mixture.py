@@ -13,6 +13,7 @@ from accel_trainer import Trainer
 from accel_trainer.config import resolve
 from accel_trainer.data_loader import load_mixture, mix_datasets
 from accel_trainer.errors import ConfigError
+from tests.ranks import run_ranks
 from tests.trainer_jobs import arguments, build_model
 
 
@@ -57,6 +58,22 @@ def test_a_schedule_counts_updates_of_the_run(tmp_path: Path):
 
     # Updates of 3 micro-batches of 4 samples.
     assert first_tokens(trainer) == [3] * 24 + [4] * 24
+
+
+def scheduled(folder: Path, **changes: Any) -> list[int]:
+    described = mixture(folder, schedule={2: [0, 1]})
+    described["datasets"][1]["weight"] = 0
+    options = {"dataset_mixture": described, "train_sampling_strategy": "sequential", "max_steps": 4, **changes}
+    return first_tokens(build(folder, **options))
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_schedule_counts_the_samples_of_all_ranks(splits: bool, tmp_path: Path):
+    write_sets(tmp_path)
+    results = run_ranks(scheduled, 2, tmp_path, accelerator_config={"split_batches": splits})
+    # Of an update each rank has 4 samples, or half of the 4.
+    assert results == [[3] * num_samples + [4] * num_samples for num_samples in (4 if splits else 8,) * 2]
 
 
 HEADS = {"ours": "strategy: single", "accelerate": "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'"}

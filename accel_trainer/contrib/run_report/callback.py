@@ -14,7 +14,7 @@ from torch import nn
 
 from accel_trainer import logging
 from accel_trainer.accelerator.options import SetOption
-from accel_trainer.checkpoint.changed_run import RECORD_KEY, UpdateBatch
+from accel_trainer.checkpoint.changed_run import RECORD_KEY
 from accel_trainer.config import SourceKind
 from accel_trainer.contrib.run_report.charts import format_number
 from accel_trainer.contrib.run_report.page import describe_peaks, describe_seconds, write_page
@@ -270,8 +270,6 @@ def describe_setup(trainer: Trainer, model: nn.Module, lengths: RunLengths) -> l
         strategy += [f"weights exchanged every {_count(local_steps, 'update')}"]
     nodes = -(-process.world_size // max(process.local_world_size, 1))
     local = f", {layout.num_local:,} on this rank" if process.is_distributed else ""
-    accumulation = trainer.args.gradient_accumulation_steps
-    batch = UpdateBatch(lengths.update_batch, accelerator.readers.world_size, trainer._train_batch_size, accumulation)
     epochs = f"in {_count(lengths.num_epochs, 'epoch')} of {lengths.updates_per_epoch:,}"
     epochs = "over a stream" if lengths.num_epochs == sys.maxsize else epochs  # whose length is not known
     name = type(accelerator.unwrap_model(model)).__name__.removeprefix("FSDP")  # which torch's fully_shard puts before
@@ -281,7 +279,7 @@ def describe_setup(trainer: Trainer, model: nn.Module, lengths: RunLengths) -> l
         ("Precision", _describe_precision(trainer, model)),
         ("Model", f"{name}, {layout.num_parameters:,} parameters, {layout.num_trainable:,} trainable{local}"),
         ("Examples", f"{lengths.num_examples:,}"),
-        ("Global batch", batch.describe()),
+        ("Global batch", trainer._update_batch().describe()),
         ("Updates", f"{lengths.max_steps:,} {epochs}"),
         ("Checkpoints", _describe_checkpoints(trainer)),
         ("Resume", _describe_resume(trainer)),

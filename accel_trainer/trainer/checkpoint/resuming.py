@@ -194,15 +194,23 @@ class ResumingMethods(SavingMethods):
         """Refuse to go on as a run that means something else; see `Resumption.check_run`."""
         resumption.check_run(self.args, self._update_batch(), is_searched=is_searched)
 
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the samples of an update over all ranks; see upstream, which counts a split batch once for each."""
+        total: int = super().get_total_train_batch_size(args)
+        accelerator = self.accelerator
+        return total // accelerator.readers.world_size if accelerator.config.data.split_batches else total
+
     def _update_batch(self) -> UpdateBatch:
         """Return the samples of an update."""
-        args = self.args
-        return UpdateBatch(
-            self.get_total_train_batch_size(args),
-            self.accelerator.readers.world_size,
-            self._train_batch_size,
-            args.gradient_accumulation_steps,
-        )
+        args, lost, readers = self.args, self.accelerator.lost_ranks, self.accelerator.readers.world_size
+        # Updates of a job that goes on without ranks are those of all that it began with.
+        num_shards = readers if lost is None else lost.num_shards
+        num_samples, micro_batch = self.get_total_train_batch_size(args), self._train_batch_size
+        if self.accelerator.config.data.split_batches:
+            micro_batch //= num_shards
+        else:
+            num_samples = num_samples // readers * num_shards
+        return UpdateBatch(num_samples, num_shards, micro_batch, args.gradient_accumulation_steps)
 
     def _init_training_state(
         self,

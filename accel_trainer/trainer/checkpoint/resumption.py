@@ -129,7 +129,7 @@ class Resumption:
             now: the samples of an update in this run.
             is_searched: a search has set them, and not the user.
         """
-        change = self._find_change(now)
+        change = self._find_change(args, now)
         if change is not None:
             change.check(args.resolved, auto_refuses=not change.has_other_ranks and not is_searched)
         if args.resolved.config.on_changed_run is ChangedRunAction.REFUSE and args.ignore_data_skip:
@@ -170,7 +170,7 @@ class Resumption:
                     "ignore_data_skip=True in TrainingArguments to begin an epoch of this run's"
                 )
 
-    def _find_change(self, now: UpdateBatch) -> UpdateBatchChange | None:
+    def _find_change(self, args: TrainingArguments, now: UpdateBatch) -> UpdateBatchChange | None:
         """Return how the number of samples in an update differs from that of the run which wrote the checkpoint."""
         progress = self.progress
         if "update_batch" not in progress:
@@ -182,11 +182,12 @@ class Resumption:
                 progress.get("micro_batch"),
                 progress.get("accumulation_steps"),
             )
-            return UpdateBatchChange.find(self.path, before, now, micro_batch_name="per_device_train_batch_size")
+            name = "per_device_train_batch_size" + " / ranks" * args.resolved.config.data.split_batches
+            return UpdateBatchChange.find(self.path, before, now, micro_batch_name=name)
 
     def warn_of_batch(self, args: TrainingArguments, now: UpdateBatch, max_steps: int) -> None:
         """Warn where updates have other samples than those of the run that wrote it; to be called once placed."""
-        change = self._find_change(now)
+        change = self._find_change(args, now)
         if change is None:
             return
         place = "goes on at the same sample and " if self.epoch is not None and not args.ignore_data_skip else ""

@@ -430,16 +430,14 @@ def _describe_progress(trainer: Trainer) -> dict[str, Any]:
             json.dumps(position)
         except TypeError:  # the dataset's own state: it is read again up to the sample instead
             position["dataset_state"] = None
-    lost, readers = trainer.accelerator.lost_ranks, trainer.accelerator.readers.world_size
-    # Updates of a job that goes on without ranks are those of all that it began with.
-    num_shards = readers if lost is None else lost.num_shards
+    batch = trainer._update_batch()
     return {
         "global_step": trainer.state.global_step,
         "best_step": trainer.state.best_global_step,
-        "readers": num_shards,
-        "update_batch": trainer.get_total_train_batch_size(trainer.args) // readers * num_shards,
-        "micro_batch": trainer._train_batch_size,
-        "accumulation_steps": trainer.args.gradient_accumulation_steps,
+        "readers": batch.num_readers,
+        "update_batch": batch.num_samples,
+        "micro_batch": batch.micro_batch,
+        "accumulation_steps": batch.accumulation_steps,
         "order_batch": trainer.order_batch(),
         "taken_back": trainer.run_checkpoints.num_taken_back,
         "running_loss": _describe_running_loss(trainer),

@@ -18,6 +18,8 @@ from tests.trainer_jobs import build_trainer
 
 EIGHT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 """Updates of eight samples on one process."""
+SPLIT = {"accelerator_config": {"split_batches": True}}
+"""Updates of four samples on any number of ranks."""
 SEARCH: dict[str, Any] = {
     "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "auto_find_batch_size": True,
     "compat": "transformers",  # else an update keeps its samples, whatever is found
@@ -102,13 +104,15 @@ def resume_on_two(folder: Path) -> list[dict[str, Any]]:
         for action in ("refuse", "auto")
     ]
     build_trainer(folder / "two", max_steps=2, save_strategy="steps", save_steps=2, **RUN).train()
-    return [*found, refused(str(folder / "again"), str(folder / "two" / "checkpoint-2"), **EIGHT)]
+    build_trainer(folder / "split", max_steps=2, save_strategy="steps", save_steps=2, **SPLIT, **RUN).train()
+    of_two = str(folder / "two" / "checkpoint-2")
+    return [*found, *(refused(str(folder / "again"), of_two, **build) for build in (EIGHT, SPLIT))]
 
 
 @pytest.mark.multirank
 @pytest.mark.timeout(120)
 def test_r16_on_other_ranks_the_setting_that_keeps_the_samples_is_named(folder: Path, one: dict[str, Any]) -> None:
-    for strict, warned, of_two in run_ranks(resume_on_two, 2, folder, timeout=110):
+    for strict, warned, of_two, split in run_ranks(resume_on_two, 2, folder, timeout=110):
         assert "had 8 samples = 4 x 2 x 1 (micro-batch" in strict["error"]
         assert "and this run's have 16 samples = 4 x 2 x 2 (micro-batch" in strict["error"]
         ways = "gradient_accumulation_steps=1 (now 2) or per_device_train_batch_size=2 (now 4)"
@@ -119,6 +123,11 @@ def test_r16_on_other_ranks_the_setting_that_keeps_the_samples_is_named(folder: 
         assert "had 8 samples = 4 x 1 x 2 (micro-batch" in of_two["error"]
         assert "and this run's have 16 samples = 4 x 2 x 2 (micro-batch" in of_two["error"]
         assert of_two["is_same"]
+        assert "and this run's have 4 samples = 2 x 1 x 2 (micro-batch" in split["error"]
+        assert "=2 (now 1) or per_device_train_batch_size / ranks=4 (now 2)" in split["error"]
+    # Four samples on each number of ranks are the same run.
+    resumed = recorded(str(folder / "again"), str(folder / "split" / "checkpoint-2"), (), on_changed_run="refuse")
+    assert resumed["step"] == 14
 
 
 def test_r16_the_size_that_a_search_had_found_is_no_change(searched: str, tmp_path: Path) -> None:
