@@ -22,6 +22,7 @@ import torch.distributed as dist
 from accel_trainer import logging
 from accel_trainer.errors import BatchSizeError, ConfigError, ProcessGroupError, UnsupportedTypeError
 from accel_trainer.runtime.own_watch import current_watch, raise_if_theirs, start_watch, unexplained_errors
+from accel_trainer.runtime.rank_watch import left_with
 from accel_trainer.runtime.torch_private import (
     clear_dtensor_caches,
     default_group,
@@ -240,8 +241,9 @@ def _attempt(function: Callable[[], Any], name: str) -> tuple[bool, Any]:
         return vote == _DONE, result
     ballot = _Ballot(name)
     # A rank that runs out of memory leaves, and the votes tell it from one that failed.
+    released = _released_with_others(ballot) if ballot.aborts else nullcontext()
     try:
-        with unexplained_errors(), _released_with_others(ballot) if ballot.aborts else nullcontext():
+        with unexplained_errors(), left_with(lambda: ballot.is_cast(_OUT_OF_MEMORY)), released:
             vote, result = _call(function, name)
     except RuntimeError as error:
         raise_if_theirs(error)
@@ -317,6 +319,7 @@ class _Ballot:
         self.name = name  # the same on every rank, and used once in a job
         self.rank = dist.get_rank()
         self._keys = [f"accel_trainer/{name}/{rank}" for rank in range(dist.get_world_size())]
+        self._prefix = f"accel_trainer/{name}/cast "
         self._store = default_store()
         group = default_group()
         self._timeout = group_timeout(group)
@@ -328,12 +331,13 @@ class _Ballot:
 
     def cast(self, vote: str) -> None:
         """Publish this rank's vote. Returns at once."""
+        self._store.set(self._prefix + vote, "")
         self._store.set(self._keys[self.rank], vote)
 
     def is_cast(self, vote: str, store: dist.Store | None = None) -> bool:
         """Whether a rank has cast that vote by now. Returns at once; a thread asks over a connection of its own."""
-        store = store or self._store
-        return any(store.check([key]) and store.get(key).decode() == vote for key in self._keys)
+        # One question, however many ranks there are: those that wait in the store ask again and again.
+        return bool((store or self._store).check([self._prefix + vote]))
 
     def abort(self) -> None:
         """End the collectives on devices that run, and fail those that follow. Returns at once."""

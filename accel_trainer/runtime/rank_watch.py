@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from zlib import crc32
@@ -671,9 +671,24 @@ def leave_losses_to(is_outlived: Callable[[BaseException], bool], is_lost: Calla
     _is_outlived, _is_lost = is_outlived, is_lost
 
 
+_has_left: Callable[[], bool] = lambda: False  # noqa: E731
+
+
+@contextmanager
+def left_with(has_left: Callable[[], bool]) -> Iterator[None]:
+    """Have waits in the store end in the block, as a collective does, once `has_left` says that a rank has left it."""
+    global _has_left
+    outer = _has_left
+    _has_left = lambda: outer() or has_left()  # noqa: E731
+    try:
+        yield
+    finally:
+        _has_left = outer
+
+
 def raise_if_lost() -> None:
-    """Raise, as a collective does, where a rank is lost without which the job goes on."""
-    if _is_lost():
+    """Raise, as a collective does, where a rank is lost without which the job goes on, or has left the group."""
+    if _is_lost() or _has_left():
         raise dist.DistNetworkError(f"{BROKEN_TEXTS[0]}: a rank is lost")
 
 

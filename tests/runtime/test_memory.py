@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,7 +174,7 @@ def train_until_it_fits(strategy: str, who: dict[int, int], where: str) -> dict[
         )
         for step, (x,) in enumerate(loader):
             loss = model(x).square().mean()
-            if too_large and where == "step" and step == 2:
+            if too_large and where == f"step {step}":
                 raise torch.OutOfMemoryError("out of memory")
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1e9)
@@ -189,13 +190,37 @@ def train_until_it_fits(strategy: str, who: dict[int, int], where: str) -> dict[
     return {"tried": tried, "weights": weights, "seconds": seconds}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_one_rank_out_of_memory_in_a_step_takes_the_waiting_one_along(strategy: str):
-    # Rank 0 waits in a gradient exchange that rank 1 never enters.
-    results = run_ranks(train_until_it_fits, 2, strategy, {1: 6}, "step")
+@pytest.mark.parametrize(("strategy", "where"), [("ddp", "step 2"), ("fsdp2", "step 2"), ("fsdp2", "step 0")])
+def test_one_rank_out_of_memory_in_a_step_takes_the_waiting_one_along(strategy: str, where: str):
+    # Rank 0 waits in a gradient exchange that rank 1 never enters; in the first step of FSDP2, in the store.
+    results = run_ranks(train_until_it_fits, 2, strategy, {1: 6}, where)
     assert [result["tried"] for result in results] == [[8, 7, 6]] * 2
     assert all(result["seconds"] < 30 for result in results)
     assert results[0]["weights"] == pytest.approx(plain_loop(2 * 6), abs=1e-5)
+
+
+def wait_in_the_store(where: str, path: str) -> tuple[int, float]:
+    """Return the size that is found where rank 0 waits for rank 1 in no collective, and the seconds of the search."""
+    accelerator = Accelerator(cpu=True)
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> int:
+        for _ in range(63 if where == "the comparison of calls" else 0):
+            accelerator.reduce(torch.ones(1))
+        if batch_size == 8 and accelerator.process_index == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        accelerator.reduce(torch.ones(1)) if where == "the comparison of calls" else accelerator.save_state(path)
+        return batch_size
+
+    begin = time.monotonic()
+    return train(), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("where", ["the comparison of calls", "a save"])
+def test_a_rank_that_waits_in_the_store_learns_of_one_that_runs_out(where: str, tmp_path: Path):
+    for found, seconds in run_ranks(wait_in_the_store, 2, where, str(tmp_path / "state")):
+        assert found == 7
+        assert seconds < 30
 
 
 @pytest.mark.parametrize(("who", "tried"), [({0: 7}, [8, 7]), ({0: 7, 1: 6}, [8, 7, 6]), ({}, [8])])
