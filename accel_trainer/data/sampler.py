@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from accel_trainer.data.plan import (
     BatchRows,
@@ -34,6 +41,7 @@ from accel_trainer.runtime.process import ProcessContext
 
 _NESTED = ("batch_sampler", "sampler")
 _NESTED_LIST = "batch_samplers"  # of sentence-transformers' samplers over several datasets
+_DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -266,7 +274,7 @@ class ShardedBatchSampler(Sampler[Any]):
         Known of the orders of `shuffle=True` and `False`, and not of the epoch that was gone on with at a sample.
         """
         moved, base = copy.copy(self), copy.copy(self.batch_sampler)
-        if isinstance(base, BatchSampler) and isinstance(base.sampler, SeedableRandomSampler):
+        if type(base) is BatchSampler and isinstance(base.sampler, SeedableRandomSampler):
             base.sampler = copy.copy(base.sampler)
             base.sampler.epoch = epoch
         if _known_order(base) is None or self.process_index is None or (self._origin and self._origin[0] == epoch):
@@ -476,18 +484,24 @@ def _seeded(sampler: Any, seed: int, fresh: dict[int, torch.Generator] | None = 
     """Return a copy of a sampler with generators seeded anew (`fresh`: by id), and whether that fixes its order."""
     fresh = {} if fresh is None else fresh
     changed: dict[str, Any] = {}
-    if hasattr(sampler, "generator"):
-        changed["generator"] = fresh.setdefault(id(sampler.generator), torch.Generator().manual_seed(seed))
+    generator = getattr(sampler, "generator", None)
+    # Without one, torch's samplers shuffle all the same. What others do then is theirs, as one of another library is.
+    if isinstance(generator, torch.Generator) or (generator is None and isinstance(sampler, _DRAWING)):
+        changed["generator"] = fresh.setdefault(id(generator), torch.Generator().manual_seed(seed))
     elif isinstance(sampler, (SequentialSampler, SeedableRandomSampler, list, tuple, range)):
         return sampler, True
     is_own_fixed = bool(changed) or type(sampler) is BatchSampler
     nested, are_fixed = _seeded_inside(sampler, seed, fresh)
     changed |= nested
-    if changed:
-        sampler = copy.copy(sampler)
+    if not changed:
+        return sampler, is_own_fixed and are_fixed
+    seeded = copy.copy(sampler)
+    try:
         for name, value in changed.items():
-            setattr(sampler, name, value)
-    return sampler, is_own_fixed and are_fixed
+            setattr(seeded, name, value)
+    except AttributeError:  # a property without a setter
+        return sampler, False
+    return seeded, is_own_fixed and are_fixed
 
 
 def _seeded_inside(sampler: Any, seed: int, fresh: dict[int, torch.Generator]) -> tuple[dict[str, Any], bool]:

@@ -196,6 +196,33 @@ class WrappingBatches:
         return len(self.sampler)
 
 
+class ReadOnly(BatchSampler):
+    """Batches whose sampler cannot be set."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler, self.batch_size, self.drop_last = sampler, 2, False
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        return self._sampler
+
+
+class OwnGenerator(Sampler[int]):
+    """Shuffles by a generator of some library, and not at all without one."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(9))
+        if self.generator is not None:
+            self.generator.shuffle(order)
+        yield from order
+
+    def __len__(self) -> int:
+        return 9
+
+
 class SharedGenerator(BatchSampler):
     """A batch sampler with the generator of the sampler that it wraps, as that of sentence-transformers."""
 
@@ -237,7 +264,8 @@ RANDOM_SAMPLERS = [
 
 
 @pytest.mark.parametrize(
-    ("build", "wrap"), crossed(RANDOM_SAMPLERS, [lambda sampler: BatchSampler(sampler, 2, False), WrappingBatches])
+    ("build", "wrap"),
+    crossed(RANDOM_SAMPLERS, [lambda sampler: BatchSampler(sampler, 2, False), WrappingBatches, ReadOnly]),
 )
 def test_any_random_sampler_has_one_order_for_all_ranks_that_moves_on_with_the_epoch(build: Any, wrap: Any) -> None:
     orders = []
@@ -256,6 +284,14 @@ def test_any_random_sampler_has_one_order_for_all_ranks_that_moves_on_with_the_e
     assert orders[0] == orders[1]
     assert orders[0][0] == orders[0][2]
     assert orders[0][0] != orders[0][1]
+
+
+@pytest.mark.parametrize("generator", [lambda: np.random.default_rng(0), lambda: random.Random(0), lambda: None])
+def test_a_sampler_of_ones_own_keeps_a_generator_that_is_none_of_torch(generator: Any) -> None:
+    sampler = ShardedBatchSampler(BatchSampler(OwnGenerator(generator()), 2, False), seed=3)
+    plain = BatchSampler(OwnGenerator(generator()), 2, False)
+
+    assert [list(sampler) for _ in range(2)] == [list(plain) for _ in range(2)]
 
 
 @pytest.mark.parametrize("build", [SharedGenerator, OneAfterTheOther])
