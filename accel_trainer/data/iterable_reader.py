@@ -54,7 +54,8 @@ class StreamRule:
         rows = tuple(min(max(num_samples - s * self.per_shard, 0), self.per_shard) for s in range(self.shards))
         if self.shards == 1:
             return BatchRows(rows, rows)
-        sizes = (self.per_shard,) * self.shards if self.even else tuple(max(1, count) for count in rows)
+        # Two for a shard without samples, as in `RoundRule.join`.
+        sizes = (self.per_shard,) * self.shards if self.even else tuple(count or min(2, rows[0]) for count in rows)
         return BatchRows(rows, sizes)
 
     def slice_of(self, samples: list[Any], shard: int, rows: BatchRows) -> list[Any]:

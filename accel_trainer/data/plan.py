@@ -111,8 +111,8 @@ class RoundRule:
     drop_last: bool = False
     """Leave out a last round in which not every shard has a batch, whatever the size of those of one's own sampler."""
     join: bool = True
-    """Where `even` is off: give a shard without samples one sample that is not valid, so that every shard takes part
-    in every step. Off, such a shard has no batch in that round."""
+    """Where `even` is off: give a shard without samples some that are not valid, so that every shard takes part in
+    every step: two where another has as many, since a batch norm refuses one. Off, such a shard has no batch then."""
     is_batched: bool = True
     """Whether the stream is one of batches; off, as with `batch_size=None`, of keys: names and tuples are one row."""
 
@@ -289,14 +289,14 @@ def _fill(mine: list[Any], rows: tuple[int, ...], first: list[Any], rule: RoundR
         spare = cycle(list(chain.from_iterable(first)))
         mine = [[*batch, *islice(spare, max(0, target - len(batch)))] for batch in mine]
     else:
-        alone = _one_sample(first[0], rule) if rule.join else None
-        mine = [batch if count else alone for batch, count in zip(mine, rows, strict=True)]
+        lent = _lent_samples(first[0], min(2, max(rows)), rule) if rule.join else None
+        mine = [batch if count else lent for batch, count in zip(mine, rows, strict=True)]
     return mine, rows, tuple(0 if batch is None else rule.count_rows(batch) for batch in mine)
 
 
-def _one_sample(batch: Any, rule: RoundRule) -> Any:
+def _lent_samples(batch: Any, count: int, rule: RoundRule) -> Any:
     try:
-        return batch if rule.is_key(batch) else batch[:1]
+        return batch if rule.is_key(batch) else batch[:count]
     except TypeError:
         return batch
 

@@ -181,7 +181,7 @@ class ShardedBatchSampler(Sampler[Any]):
             is the loader's sampler, whose items are passed on as they are.
         process_index: the shard to yield; None yields the batches of all processes, one after the other.
         even_batches: fill the last round from the beginning of the pass, so that every shard takes the same steps.
-        join: with `even_batches=False`, give a shard that has no samples left one sample which `BatchRows` declares
+        join: with `even_batches=False`, give a shard that has no samples left one or two which `BatchRows` declares
             invalid; off, that shard's pass ends one step earlier.
         seed: seeds the samplers that draw random numbers, the same on every shard; None leaves them as they are.
         is_batched: off for a loader's sampler, whose items may be names or tuples.

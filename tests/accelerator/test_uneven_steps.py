@@ -26,6 +26,16 @@ class Ready(IterableDataset):
             yield torch.arange(begin, begin + size)
 
 
+class Rows(IterableDataset):
+    """The samples of a dataset as a stream."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Any:
+        return map(self.dataset.__getitem__, range(len(self.dataset)))
+
+
 def build(num_samples: int = 13) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
     """Return a model, its optimizer and samples."""
     torch.manual_seed(0)
@@ -97,6 +107,29 @@ def test_loaders_are_left_as_they_are_unless_told(caplog: pytest.LogCaptureFixtu
     assert loader.batch_sampler.even_batches
     assert "leaves loaders of iterable datasets alone" in caplog.text
     assert len(list(stream)) == 3
+
+
+def train_with_batch_norm(is_stream: bool, splits: bool, num_samples: int) -> list[int]:
+    """Train with statistics of each batch, and return how many samples counted in each step."""
+    accelerator = Accelerator(cpu=True, split_batches=splits)
+    data = build(num_samples)[2]
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Rows(data) if is_stream else data, batch_size=8 if splits else 4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    counts = []
+    for x, y in loader:
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(len(accelerator.gather_for_metrics(y)))
+    return counts
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize(("is_stream", "splits"), [(False, False), (False, True), (True, False)])
+def test_a_rank_without_samples_trains_a_batch_norm_that_wants_several(is_stream: bool, splits: bool):
+    assert run_ranks(train_with_batch_norm, 2, is_stream, splits, 12) == [[8, 4]] * 2
 
 
 def gather_repeated(num_samples: int) -> tuple[list[float], list[float], list[float]]:

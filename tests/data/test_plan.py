@@ -133,6 +133,18 @@ def test_with_join_a_shard_without_samples_has_one_that_is_not_valid(join: bool,
     assert rows.padded is rows.is_even is join
 
 
+@pytest.mark.parametrize(
+    ("num_samples", "size", "split", "lent"), [(12, 4, False, [0, 1]), (12, 8, True, [0, 1]), (3, 2, True, [0])]
+)
+def test_a_shard_without_samples_is_lent_two_where_another_has_them(
+    num_samples: int, size: int, split: bool, lent: list[int]
+) -> None:
+    batches, rows = rounds_of(chunks(num_samples, size), RoundRule(2, size, split, even=False))[-1]
+
+    assert batches[1] == lent
+    assert (rows.rows[1], rows.sizes) == (0, (rows.rows[0], len(lent)))
+
+
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("num_samples", [0, 11, 36, 41])
 def test_one_shards_full_rounds_are_those_of_all(num_samples: int, split: bool) -> None:
