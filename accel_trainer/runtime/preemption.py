@@ -68,6 +68,8 @@ def _end_workers() -> None:
     for process in multiprocessing.active_children():
         with suppress(OSError), open(f"/proc/{process.pid}/comm") as file:
             if file.read().strip() == "pt_data_worker":
+                # Of a worker that was killed torch's handler would raise, in whatever else runs at the end.
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 process.kill()
 
 

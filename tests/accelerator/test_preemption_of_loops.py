@@ -174,6 +174,22 @@ def test_a_second_signal_in_the_last_moments_of_the_process_leaves_the_exit_code
     assert subprocess.run([sys.executable, "-c", LATE], timeout=120).returncode == 85
 
 
+WORKERS = """
+import torch
+from accel_trainer import Accelerator
+
+loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2, num_workers=2, persistent_workers=True)
+loader = Accelerator(cpu=True).prepare(loader)
+print(len(list(loader)))
+"""
+
+
+def test_a_process_ends_without_a_word_of_workers_that_persist() -> None:
+    process = subprocess.run([sys.executable, "-c", WORKERS], capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stdout) == (0, "4\n")
+    assert "Traceback" not in process.stderr
+
+
 def test_a_save_that_does_not_fit_into_what_is_left_of_the_grace_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
