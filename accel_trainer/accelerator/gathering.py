@@ -97,6 +97,7 @@ class AcceleratorGathering(AcceleratorSettings):
             pad_index=pad_index,
             as_samples=as_samples,
             has_items=loader is not None and loader.yields_items,
+            full=None if loader is None else loader.full_size,
         )
 
     @partial(repeated_by_those_left, is_alike=False)

@@ -119,12 +119,19 @@ class PreparedDataLoader(DataLoader[Any]):
         """Rows of the batch yielded last, for every shard; None when no pass is under way."""
         return self._passes[-1].rows if self._passes else None
 
+    @property
+    def full_size(self) -> int | None:
+        """Samples of a rank's full batch, alike on all ranks; None where the present batch may hold more than those."""
+        rows, total = self.rows, self.total_batch_size
+        if rows is None or rows.weights is not None or total is None or self.yields_items:
+            return None
+        return total // len(rows.sizes)
+
     def one_for_each(self, data: Any, rank: int) -> Any:
         """Return a rank's results of its batch, a value repeated to a full batch cut to its samples."""
-        rows, total = self.rows, self.total_batch_size
-        if rows is None or rows.weights is not None or total is None or self.yields_items or rank >= len(rows.sizes):
+        rows, full = self.rows, self.full_size
+        if rows is None or full is None or rank >= len(rows.sizes):
             return data
-        full = total // len(rows.sizes)
         return keep_one_for_each(data, rows.sizes[rank], full, self._passes[-1].gathered_rows)
 
     @property

@@ -45,6 +45,7 @@ def trim_gathered(
     pad_index: float | None = None,
     as_samples: bool = False,
     has_items: bool = False,
+    full: int | None = None,
 ) -> Any:
     """Gather from every rank the rows that are no padding, in the order of the samples.
 
@@ -60,6 +61,7 @@ def trim_gathered(
         debug, pad_index, as_samples: as `gather` takes them.
         has_items: each step of a rank is one item of the dataset (`batch_size=None`), which may hold any number of
             rows. One exchange of shapes more.
+        full: rows of a tensor that may hold one value, repeated for each sample of a full batch of a rank.
 
     Raises:
         ConfigError: `pad_index` or `as_samples` is given with the other one or with `use_objects`, a tensor has not the
@@ -94,6 +96,7 @@ def trim_gathered(
         debug=debug,
         beside=[f"has {num_others} value(s) that are no tensors"] if num_others else [],
         has_items=has_items,
+        full=full,
         pad_index=pad_index,
         as_samples=as_samples,
     )
@@ -118,6 +121,7 @@ def _gather_tensors(
     debug: bool,
     beside: Sequence[str],
     has_items: bool,
+    full: int | None,
     **uneven: Any,
 ) -> Any:
     """Gather the valid rows of tensors that have one (or k) for each sample of a rank's batch. Collective."""
@@ -129,7 +133,7 @@ def _gather_tensors(
     if is_uneven:
         return gather(tensors, process, **uneven)
     sizes = None if rows is None or rows.is_even else rows.sizes
-    gathered = gather_known_rows(tensors, sizes, process, debug=debug, beside=beside)
+    gathered = gather_known_rows(tensors, sizes, process, debug=debug, beside=beside, full=full)
     return gathered if rows is None else [_keep(column, rows.rows, rows.sizes) for column in gathered]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, repeat, zip_longest
 from typing import Any, NoReturn
 
@@ -44,7 +45,13 @@ def check_uneven_options(pad_index: float | None, as_samples: bool) -> bool:
 
 @names_failed_rank
 def gather_known_rows(
-    data: Any, sizes: Sequence[int] | None, process: ProcessContext, *, debug: bool = False, beside: Sequence[str] = ()
+    data: Any,
+    sizes: Sequence[int] | None,
+    process: ProcessContext,
+    *,
+    debug: bool = False,
+    beside: Sequence[str] = (),
+    full: int | None = None,
 ) -> Any:
     """Concatenate tensors whose first dimension differs between ranks, if at all, in a way that all know beforehand.
 
@@ -55,6 +62,8 @@ def gather_known_rows(
             multiple of it has that many rows for each. A 0-d tensor counts as one row of its rank.
         debug: compare this call through the job's store, too, before the ranks meet in a collective.
         beside: descriptions of what the ranks have to have alike besides.
+        full: rows of a tensor that may hold one value, repeated for each sample of a full batch. It counts once for
+            each of the `sizes`, where the ranks' rows do not fit together otherwise.
 
     Raises:
         ConfigError: a tensor does not have the rows that `sizes` promises.
@@ -72,9 +81,19 @@ def gather_known_rows(
     filled = [] if 0 in counts else list(map(_fill_up, tensors, shapes, repeat(0)))
     gathered = gather_agreed(filled, (_facts(tensors, counts), *beside), process)
     if gathered is None or 0 in counts:
-        _raise_difference(tensors, counts, own, beside, process)
+        if full is None or own is None:
+            _raise_difference(tensors, counts, own, beside, process)
+        # All ranks are here. One alone could not tell a repeated value from several equal rows of each of its samples.
+        cut = map_tensors("gather", partial(_cut_repeated, full=full, num_samples=own), data)
+        return gather_known_rows(cut, sizes, process, debug=debug, beside=beside)
     joined = map(_join_blocks, gathered, shapes)
     return map_tensors("gather", lambda _: next(joined), data)
+
+
+def _cut_repeated(tensor: Tensor, full: int, num_samples: int) -> Tensor:
+    """Return a tensor of `full` equal rows with one for each sample, any other as it is."""
+    is_repeated = tensor.shape[:1] == (full,) and torch.equal(tensor, tensor[:1].expand_as(tensor))
+    return tensor[:num_samples] if is_repeated else tensor
 
 
 def _count_rows(tensor: Tensor, num_samples: int | None) -> int | None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_trainer import Accelerator, DataLoaderConfiguration
+from accel_trainer.errors import ConfigError, ProcessGroupError
 from tests.cells import crossed
 from tests.ranks import preload, run_ranks
 
@@ -153,3 +154,29 @@ def test_a_loss_repeated_for_each_sample_of_a_full_batch_counts_each_sample_once
     for means, both, rows in [*alone, *run_ranks(gather_repeated, 2, num_samples)]:
         assert means == both == expected
         assert rows == twice
+
+
+def gather_single_step(num_samples: int) -> tuple[list[float], list[float], str]:
+    """Gather a mean of one step as for a full batch of 4, two equal rows for each sample, and four that differ."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(float(num_samples)), batch_size=4))
+    means, twice, error = torch.empty(0), torch.empty(0), ""
+    for batch in loader:
+        means = accelerator.gather_for_metrics(batch.mean().repeat(4))
+        twice = accelerator.gather_for_metrics(torch.ones(2 * len(batch)))
+        try:
+            accelerator.gather_for_metrics(torch.arange(4.0))
+        except (ConfigError, ProcessGroupError) as raised:
+            error = str(raised)
+    return means.tolist(), twice.tolist(), error
+
+
+@pytest.mark.multirank
+@pytest.mark.parametrize("num_samples", [3, 5, 6])
+def test_a_repeated_loss_of_a_pass_of_one_step_counts_each_sample_once(num_samples: int):
+    batches = [range(begin, min(begin + 4, num_samples)) for begin in range(0, num_samples, 4)]
+    expected = [sum(batch) / len(batch) for batch in batches for _ in batch]
+    for means, twice, error in run_ranks(gather_single_step, 2, num_samples):
+        assert means == expected
+        assert twice == [1.0] * 2 * num_samples
+        assert "row(s)" in error or "cannot be gathered" in error
