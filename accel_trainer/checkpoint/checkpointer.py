@@ -47,6 +47,7 @@ from accel_trainer.errors import (
     ProcessGroupError,
 )
 from accel_trainer.runtime.fault_point import fault_point
+from accel_trainer.runtime.memory import register_memory_owner
 from accel_trainer.runtime.process import ProcessContext, find_attempt, read_environment
 from accel_trainer.runtime.shared_errors import gather_calls, gather_or_raise, raise_together
 from accel_trainer.runtime.whereabouts import section
@@ -175,6 +176,7 @@ class Checkpointer:
         """Once there has been a save in the background."""
         self._lock: DirectoryLock | None = None
         self._release_lock: weakref.finalize[..., object] | None = None
+        register_memory_owner(self)
 
     def save(self, job: SaveJob) -> Path | None:
         """Save, after the background save that is in flight. Collective; a failure on one rank is raised on all.
@@ -679,6 +681,12 @@ class Checkpointer:
         """Wait until a background save is complete; see `BackgroundSaver.wait`. Collective."""
         if self.background is not None:
             self.background.wait()
+
+    def free_memory(self) -> None:
+        """Let go of copies and groups of background saves, once that in flight has written its files."""
+        if self.background is not None:
+            self.background.join()  # its error is logged: the ranks have no group to vote in
+            self.background = None
 
     def release_directory(self) -> None:
         """Let other runs save to this one's directory."""

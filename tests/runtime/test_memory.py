@@ -223,6 +223,37 @@ def test_a_rank_that_waits_in_the_store_learns_of_one_that_runs_out(where: str, 
         assert seconds < 30
 
 
+def save_in_the_background(ranks: list[int], path: str) -> int:
+    """Return the size that is found where the `ranks` run out of memory with saves behind them, the last under way."""
+    accelerator = Accelerator(cpu=True)
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> int:
+        accelerator.free_memory()
+        accelerator.prepare(nn.Linear(2, 2))
+        for step in range(3):
+            accelerator.save_state(f"{path}/{batch_size}/{step}", async_=True)
+            if batch_size == 8 and step == 1 and accelerator.process_index in ranks:
+                raise torch.OutOfMemoryError("out of memory")
+        return batch_size
+
+    found = train()
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+def test_saves_in_the_background_begin_anew_in_the_next_attempt(ranks: list[int], tmp_path: Path):
+    assert run_ranks(save_in_the_background, 2, ranks, str(tmp_path), timeout=30) == [7, 7]
+    assert sorted(str(each.relative_to(tmp_path)) for each in tmp_path.glob("*/*")) == [
+        "7/0",
+        "7/1",
+        "7/2",
+        "8/0",
+        "8/1",
+    ]
+
+
 @pytest.mark.parametrize(("who", "tried"), [({0: 7}, [8, 7]), ({0: 7, 1: 6}, [8, 7, 6]), ({}, [8])])
 def test_ranks_try_the_same_sizes_whoever_runs_out(who: dict[int, int], tried: list[int]):
     results = run_ranks(train_until_it_fits, 2, "ddp", who, "start")
