@@ -25,6 +25,7 @@ from accel_trainer.runtime.collectives import barrier
 from accel_trainer.runtime.process import (
     ProcessContext,
     destroy_process_group,
+    find_left_process,
     forget_process,
     init_process,
     read_environment,
@@ -232,6 +233,8 @@ class PartialState(ProcessView):
     ) -> None:
         """Collective when a launcher started several processes and none has joined yet.
 
+        Behind `end_training()`, one without arguments joins nothing, and shows the job that was left.
+
         Args:
             cpu: run on the CPU; when None, `ACCELERATE_USE_CPU` and the launcher's options decide.
             timeout_seconds: bound of a collective, also given as `timeout`; when None, the launcher's options decide.
@@ -245,7 +248,9 @@ class PartialState(ProcessView):
             if timeout is not None:
                 timeout_seconds = timeout.total_seconds()
             resolved = _resolve("PartialState", {"use_cpu": cpu, "timeout_seconds": timeout_seconds})
-            process = _join(resolved, backend)
+            # Not anew where this rank has left the job: it may ask alone, and the others have ended perhaps.
+            is_bare = cpu is None and timeout_seconds is None and backend is None
+            process = (find_left_process() if is_bare else None) or _join(resolved, backend)
         if type(self) is PartialState and self._shared_state.get("process") == process:
             self.__dict__ = self._shared_state
             return

@@ -53,6 +53,8 @@ from accel_trainer.runtime.torch_private import (
 
 # The context that init_process returned last, for functions that users call without naming a process.
 _current: ProcessContext | None = None
+# That of a job of several processes that this one has left, until it joins another.
+_left: ProcessContext | None = None
 _DEFAULT_TIMEOUT_SECONDS = 1800.0  # torch's default for gloo; for nccl that is 10 minutes
 _LAST_TURN_SECONDS = 0.02
 _survivors: Survivors | None = None
@@ -364,7 +366,8 @@ def init_process(
         ConfigError: the device cannot serve this rank, the group that it is in has another backend, or a variable that
             is read here has a value that it cannot have.
     """
-    global _current
+    global _current, _left
+    _left = None
     if level := environ.get(logging.LEVEL_VARIABLE, "").strip():
         logging.set_level(level)
     info = find_launch_info(environ)
@@ -520,10 +523,15 @@ def find_process() -> ProcessContext | None:
     return _current
 
 
+def find_left_process() -> ProcessContext | None:
+    """Return the context that this process had in the job that it has left; None where it had none or is in another."""
+    return None if dist.is_available() and dist.is_initialized() else _left
+
+
 def forget_process() -> None:
     """Be as before `init_process`, but for a process group, which stays. Not collective."""
-    global _current
-    _current = None
+    global _current, _left
+    _current = _left = None
 
 
 def current_process() -> ProcessContext:
@@ -601,7 +609,9 @@ def job_set_aside() -> Iterator[None]:
 
 def destroy_process_group() -> None:
     """Leave the process group, if there is one. Collective where the backend says so; safe to call twice."""
-    global _current, _survivors
+    global _current, _left, _survivors
+    if _current is not None and _current.is_distributed:
+        _left = _current
     _current = None
     if _survivors is not None:
         _survivors.close()

@@ -151,6 +151,21 @@ def test_a_reset_takes_the_attributes_of_states_and_leaves_accelerators():
     run_ranks(reset_states, 1)
 
 
+def ask_after_the_end() -> tuple[tuple[int, int], bool, list[int]]:
+    """End the training, and ask for the state on one rank alone; then join again, on both."""
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    accelerator.end_training()
+    state = PartialState() if rank == 0 else accelerator.state
+    shown, has_joined = (state.process_index, state.num_processes), torch.distributed.is_initialized()
+    again = Accelerator(cpu=True)
+    return shown, has_joined, again.gather(torch.tensor([rank])).tolist()
+
+
+def test_a_state_of_one_rank_alone_after_the_end_joins_nothing():
+    assert run_ranks(ask_after_the_end, 2, timeout=30) == [((rank, 2), False, [0, 1]) for rank in range(2)]
+
+
 def test_the_project_directory_reaches_a_configuration_without_one():
     configuration = ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_dir="there", project_config=configuration)
