@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import traceback
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_trainer import Accelerator, DummyOptim, FullyShardedDataParallelPlugin, PartialState, set_seed
+from accel_trainer import Accelerator, DummyOptim, PartialState, set_seed
+from accel_trainer.config import LossImplementation, NonFiniteAction, resolve
 from accel_trainer.errors import ProcessGroupError
+from accel_trainer.runtime.process import read_environment
 
 _ROWS = 4
 """Rows of a batch on each rank."""
@@ -25,9 +28,15 @@ def main() -> int:
     try:
         state = PartialState()
         where = f"rank {state.process_index} of {state.num_processes}: "
-        accelerator = Accelerator()
+        accelerator, left_out = _build_accelerator()
         accelerator.print(_describe(accelerator))
-        for name, check in CHECKS.items():
+        checks = dict(CHECKS)
+        if _num_copies(accelerator) > 1:
+            del checks["training"]
+            left_out.append("training: ranks share rows, which takes a model of transformers")
+        for line in left_out:
+            accelerator.print(f"  left out  {line}")
+        for name, check in checks.items():
             accelerator.print(f"  passed  {name}: {check(accelerator)}", flush=True)
             accelerator.wait_for_everyone()
     except Exception as error:
@@ -35,9 +44,28 @@ def main() -> int:
         if not isinstance(error, ProcessGroupError | ValueError):
             traceback.print_exc()
         return 1
-    accelerator.print(f"all {len(CHECKS)} checks passed on {accelerator.num_processes} process(es)")
+    accelerator.print(f"all {len(checks)} checks passed on {accelerator.num_processes} process(es)")
     accelerator.end_training()
     return 0
+
+
+def _build_accelerator() -> tuple[Accelerator, list[str]]:
+    """Return one of the launcher's options, and those it leaves out: of a Trainer, its model, or a run that saves."""
+    resolved = resolve(environ=read_environment())
+    config = resolved.config
+    plain: dict[str, Any] = {"loss": LossImplementation.PLAIN, "local_steps": None}
+    if config.on_nonfinite is NonFiniteAction.ROLLBACK:
+        plain["on_nonfinite"] = NonFiniteAction.SKIP_STEP
+    left_out = [resolved.describe(name) for name, value in plain.items() if getattr(config, name) != value]
+    # They may name layers of the model that they are for.
+    fsdp = dataclasses.replace(config.fsdp, wrap_classes=(), ignored_modules=())
+    config = dataclasses.replace(config, fsdp=fsdp, **plain)
+    return Accelerator(config=dataclasses.replace(resolved, config=config)), left_out
+
+
+def _num_copies(accelerator: Accelerator) -> int:
+    """Return how many ranks, one behind the other, read the same rows: those of TP, CP and SP."""
+    return accelerator.num_processes // accelerator.readers.world_size
 
 
 def _describe(accelerator: Accelerator) -> str:
@@ -73,7 +101,8 @@ def _check_collectives(accelerator: Accelerator) -> str:
     words = accelerator.gather_object([f"rank {rank}"])
     _expect(words == [f"rank {number}" for number in range(size)], f"objects {words}", "one of each rank")
     with accelerator.split_between_processes(list(range(2 * size + 1))) as share:
-        gathered = accelerator.gather_object(share)
+        shares = accelerator.gather_object([share])
+    gathered = [element for share in shares[:: _num_copies(accelerator)] for element in share]
     _expect(gathered == list(range(2 * size + 1)), f"elements {gathered}", "every element once")
     return "sum, broadcast, padding, objects and splitting are exact"
 
@@ -82,28 +111,28 @@ def _batch_size(accelerator: Accelerator) -> int:
     plugin = accelerator.state.deepspeed_plugin
     stated = plugin.deepspeed_config.get("train_micro_batch_size_per_gpu") if plugin is not None else None
     rows = stated if isinstance(stated, int) else _ROWS
-    return rows * accelerator.num_processes if accelerator.split_batches else rows
+    return rows * accelerator.readers.world_size if accelerator.split_batches else rows
 
 
 def _check_loaders(accelerator: Accelerator) -> str:
-    batch_size = _batch_size(accelerator)
-    size = 3 * _ROWS * accelerator.num_processes + 1
+    batch_size, num_readers = _batch_size(accelerator), accelerator.readers.world_size
+    size = 3 * _ROWS * num_readers + 1
     samples: Any = range(size)
     torch.manual_seed(accelerator.process_index)  # another on each rank, which must not change the order of samples
     for shuffle in (False, True) if accelerator.use_seedable_sampler else (False,):
         loader = accelerator.prepare(DataLoader(samples, batch_size=batch_size, shuffle=shuffle))
         seen = accelerator.gather_object([int(sample) for batch in loader for sample in batch])
         missing = sorted(set(range(size)).difference(seen))
-        spare = len(seen) - size
+        spare = len(seen) // _num_copies(accelerator) - size
         word = "shuffled" if shuffle else "in order"
         _expect(not missing, f"samples {missing} on no rank, {word}", f"all of {size}")
-        _expect(spare < batch_size * accelerator.num_processes, f"{spare} samples twice, {word}", "less than a step")
+        _expect(spare < batch_size * num_readers, f"{spare} samples twice, {word}", "less than a step")
     words = "in order and shuffled" if accelerator.use_seedable_sampler else "in order"
     return f"{size} samples, {words}, reach the ranks as {len(loader)} batches each"
 
 
 def _check_metrics(accelerator: Accelerator) -> str:
-    size = 2 * _ROWS * accelerator.num_processes + 1
+    size = 2 * _ROWS * accelerator.readers.world_size + 1
     samples: Any = range(size)
     loader = accelerator.prepare(DataLoader(samples, batch_size=_batch_size(accelerator)))
     seen = [int(sample) for batch in loader for sample in accelerator.gather_for_metrics(batch)]
@@ -123,7 +152,7 @@ def _check_random_numbers(accelerator: Accelerator) -> str:
 
 
 class _Block(nn.Module):
-    """A layer that FSDP wraps."""
+    """A layer that FSDP wraps, and whose activations are treated by themselves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,9 +162,15 @@ class _Block(nn.Module):
         return x + torch.tanh(self.inner(x))
 
 
+class _Model(nn.Sequential):
+    """Layers one behind the other, of which it names those that are units of their own."""
+
+    _no_split_modules = (_Block.__name__,)
+
+
 def _build_model() -> nn.Module:
     set_seed(5)
-    return nn.Sequential(nn.Linear(8, 16), _Block(), _Block(), nn.Linear(16, 1))
+    return _Model(nn.Linear(8, 16), _Block(), _Block(), nn.Linear(16, 1))
 
 
 def _rows(size: int) -> Tensor:
@@ -150,10 +185,6 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 def _check_training(accelerator: Accelerator) -> str:
     facts = accelerator.strategy.capabilities
-    if facts.shards_parameters and not facts.builds_engine:
-        # A configuration may name the layers of the model that it is for.
-        plugin = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=(_Block.__name__,), ignored_modules=())
-        accelerator = Accelerator(fsdp_plugin=plugin)
     num_updates, steps, size = 3, accelerator.gradient_accumulation_steps, _batch_size(accelerator)
     rows = size if accelerator.split_batches else size * accelerator.num_processes
     data = _rows(steps * rows).repeat(num_updates, 1)  # the same window each time, whose loss falls

@@ -54,6 +54,36 @@ def test_the_checks_hold_in_one_process(capsys: pytest.CaptureFixture[str]):
     assert text.endswith("all 6 checks passed on 1 process(es)\n")
 
 
+def check_all() -> tuple[int, str, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()) as output:
+        return self_check.main(), output.getvalue(), errors.getvalue()
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_ranks_that_share_rows_are_tested_as_readers_of_them(axis: str):
+    environ = {"ACCEL_TRAINER_STRATEGY": "fsdp2", f"ACCEL_TRAINER_PARALLEL__{axis.upper()}_SIZE": "2"}
+    results = run_ranks(check_all, 4, env={"ACCEL_TRAINER_USE_CPU": "true", **environ})
+    assert [code for code, *_ in results] == [0] * 4, results[0][2]
+    assert "  left out  training: ranks share rows" in results[0][1]
+    assert passed(results[0][1]) == NAMES[:-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "left_out"),
+    [
+        ({"COMPAT": "transformers", "LOCAL_STEPS": "2", "LOSS": "chunked"}, ["loss=chunked", "local_steps=2"]),
+        ({"ON_NONFINITE": "rollback", "ACTIVATION_CHECKPOINTING": "full"}, ["on_nonfinite=rollback"]),
+    ],
+)
+def test_options_that_only_a_trainer_can_follow_are_left_out(options: dict[str, str], left_out: list[str]):
+    environ = {f"ACCEL_TRAINER_{name}": value for name, value in options.items()}
+    results = run_ranks(check_all, 2, env={"ACCEL_TRAINER_USE_CPU": "true", **environ})
+    assert [code for code, *_ in results] == [0, 0], results[0][2]
+    text = results[0][1]
+    assert passed(text) == NAMES
+    assert [line.split()[2] for line in text.splitlines() if line.startswith("  left out")] == left_out
+
+
 def run_here(broken: str) -> tuple[int, str]:
     """Make the checks on this rank; on rank 1 something is broken."""
     from accel_trainer.data_loader import ShardedBatchSampler
