@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger("transformers.trainer")
 
-_FSDP_MODEL_NAMES = ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0")
+_NAMES_IN_SHARDS = ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_0")
 FULL_OPTIMIZER_NAME = "optimizer.bin"
 SHARDED_OPTIMIZER_NAME = "optimizer_0"
 PLAIN_OPTIMIZER_NAME = "optimizer.pt"
@@ -469,9 +469,9 @@ def load_as_held(trainer: Trainer, model: nn.Module, directory: Path) -> bool:
         return False  # transformers knows more files
     held = _as_held(model, weights)
     names = {uncompiled_name(name): name for name in model.state_dict(keep_vars=True)}
-    # Upstream (5.23, trainer.py:3639) refuses files of FSDP where it does not shard, and knows no compiled layers.
-    is_of_fsdp = any((directory / name).exists() for name in _FSDP_MODEL_NAMES)
-    if held is weights and is_of_transformers(model) and not is_of_fsdp and list(names) == list(names.values()):
+    # Upstream (5.23, trainer.py:3639) refuses what it wrote in shards where it has none, and knows no compiled layers.
+    is_of_shards = any((directory / name).exists() for name in _NAMES_IN_SHARDS)
+    if held is weights and is_of_transformers(model) and not is_of_shards and list(names) == list(names.values()):
         return False
     logger.info(f"Loading model from {directory}.")
     model.load_state_dict({names.get(name, name): held[name] for name in held}, strict=False)
