@@ -19,7 +19,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from accel_trainer.config.schema import DataConfig
-from accel_trainer.data.iterable_reader import set_dataset_epoch
 from accel_trainer.data.plan import BatchRows, RanksLeft, mix_seed
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.randomness import (
@@ -37,6 +36,7 @@ from accel_trainer.data.sampler import (
     find_replicated,
     num_shares,
 )
+from accel_trainer.data.wrapped import set_dataset_epoch
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.collectives import broadcast_object

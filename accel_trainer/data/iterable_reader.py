@@ -16,7 +16,7 @@ from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding, get_all_graph_pipes
@@ -24,6 +24,7 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding, g
 from accel_trainer.data.packing import PackedStream
 from accel_trainer.data.plan import BatchRows, mix_seed, seed_for_epoch
 from accel_trainer.data.randomness import PrivateStreams, StepStreams
+from accel_trainer.data.wrapped import set_dataset_epoch, with_wrapped
 from accel_trainer.logging import get_logger
 from accel_trainer.runtime.rng import KeptStreams, stream_index
 from accel_trainer.runtime.torch_private import AsWorker
@@ -241,7 +242,7 @@ class _EpochStream(IterableDataset[Any]):
                 dataset.load_state_dict(begin.state)
             samples = islice(self._open(dataset), begin.samples if begin.state is None else 0, None)
             upcoming = list(islice(samples, ahead))
-        for node in _with_wrapped(dataset) if begin.state is not None else ():
+        for node in with_wrapped(dataset) if begin.state is not None else ():
             if hasattr(node, "_starting_state_dict"):
                 node.load_state_dict(None)  # `datasets` would begin each pass of this epoch there
         draws = streams.were_used
@@ -403,7 +404,7 @@ def is_sharded_by_rank(dataset: Any) -> bool:
     declared = getattr(dataset, "is_sharded_by_rank", None)
     if declared is not None:
         return bool(declared)
-    for node in _with_wrapped(dataset):
+    for node in with_wrapped(dataset):
         split = getattr(node, "_distributed", None)
         is_split = split is not None and getattr(split, "world_size", 2) > 1
         if is_split or getattr(node, "is_sharded_by_rank", False):
@@ -448,33 +449,3 @@ def made_resumable(dataset: Any) -> Any:
 
         return with_window_shuffles(dataset)
     return dataset
-
-
-def set_dataset_epoch(dataset: Any, epoch: int) -> None:
-    """Call `set_epoch` on a dataset and, through any wrapping, on those it holds."""
-    for node in _with_wrapped(dataset):
-        if callable(getattr(node, "set_epoch", None)):
-            node.set_epoch(epoch)
-
-
-def _with_wrapped(dataset: Any, at_most: int = 64) -> Iterator[Any]:
-    """Yield a dataset and those it holds: `.dataset` of a subset, `.datasets` of a concatenation, or any attribute."""
-    seen: dict[int, Any] = {}
-    waiting = [dataset]
-    while waiting and len(seen) < at_most:
-        node = waiting.pop(0)
-        if node is None or id(node) in seen:
-            continue
-        seen[id(node)] = node
-        yield node
-        inner = getattr(node, "datasets", None)
-        waiting += [getattr(node, "dataset", None), *(inner if isinstance(inner, (list, tuple)) else ())]
-        for value in getattr(node, "__dict__", {}).values():
-            waiting += _datasets_in(value)
-
-
-def _datasets_in(value: Any) -> list[Any]:
-    """Return an attribute's value that is a dataset, or the entries of one that holds datasets."""
-    entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-    # By the first one: lists of samples are long.
-    return list(entries) if isinstance(next(iter(entries), None), Dataset) else []

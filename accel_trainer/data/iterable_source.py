@@ -26,11 +26,11 @@ from accel_trainer.data.iterable_reader import (
     is_sharded_by_rank,
     made_resumable,
     num_shards_of,
-    set_dataset_epoch,
 )
 from accel_trainer.data.plan import BatchRows, check_can_split
 from accel_trainer.data.position import Position, Progress
 from accel_trainer.data.randomness import init_worker
+from accel_trainer.data.wrapped import set_dataset_epoch
 from accel_trainer.errors import ConfigError, IncompatibleCheckpointError
 from accel_trainer.runtime.collectives import all_gather_integers, broadcast_object, gather_object
 from accel_trainer.runtime.process import ProcessContext

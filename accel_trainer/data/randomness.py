@@ -20,6 +20,7 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch.utils.data import get_worker_info
 
 from accel_trainer.data.plan import mix_seed
+from accel_trainer.data.wrapped import set_dataset_epoch
 from accel_trainer.runtime.preemption import outlive_signals
 
 
@@ -154,8 +155,6 @@ class SeededDataset:
         if number < 0:
             return Turn()
         if epoch != self._epoch:
-            from accel_trainer.data.iterable_reader import set_dataset_epoch
-
             set_dataset_epoch(self.dataset, epoch)
             self._epoch = epoch
         self._streams.begin(epoch, number)
