@@ -47,8 +47,13 @@ _WORD_SECONDS = 2.0
 """For the launcher, to say that a rank is gone whose connections have broken. It looks every 0.1 s by default."""
 _ASLEEP_SECONDS = 2.0
 """Of a rank in a collective whose connections are closed, until it ends itself: those that can fail fail at once."""
-_CONNECT_SECONDS, _CONNECT_ATTEMPTS = 5.0, 3
-"""For ranks that begin to connect together, which takes hundredths of a second, and a tenth on a busy machine."""
+_CONNECT_SECONDS, _CONNECT_ATTEMPTS = 2.0, 4
+"""For ranks that begin to connect together, and twice as long each time that they could not.
+
+It takes hundredths of a second, and a tenth on a busy machine: the first bound is what a loss meanwhile costs.
+"""
+_GLOO_FACTOR = 5
+"""How many times its timeout gloo waits for a peer to connect (Pair::waitUntil, gloo/transport/tcp/pair.h of 2026)."""
 
 _Connections = dict[int, tuple[Any, Any]]
 _connections: _Connections = {}
@@ -518,19 +523,19 @@ class Survivors:
         Raises:
             RankLostError: they cannot connect.
         """
-        num_left = _CONNECT_ATTEMPTS
+        num_failed = 0
         # One that connects waits for the others' addresses to the limit, whoever is lost: all begin together. A loss
         # may have been known before that rank was a member: the thread has looked already, and waits for another word.
         self.agree({}, timeout_seconds)
         while True:
             before = self.members
-            problem = self._connect(timeout_seconds)
+            problem = self._connect(timeout_seconds, _CONNECT_SECONDS * 2**num_failed + len(before) / 10)
             problems = [each["problem"] for each in self.agree({"problem": problem}, timeout_seconds)]
             if before != self.members:
                 continue
             if any(problems):
                 # The thread of one may have closed its new connections, for a loss that these members are without.
-                if (num_left := num_left - 1) > 0:
+                if (num_failed := num_failed + 1) < _CONNECT_ATTEMPTS:
                     continue
                 raise RankLostError(f"the ranks that were left could not connect: {next(filter(None, problems))}")
             if self.has_lost():  # since they agreed: the thread may have closed the old connections
@@ -538,8 +543,8 @@ class Survivors:
             self._store.set(f"taken/{self._num_met_without}", "")
             return before.index(self.rank), len(before)
 
-    def _connect(self, timeout_seconds: float) -> str:
-        """Connect to the other members; return why that is not possible, or empty."""
+    def _connect(self, timeout_seconds: float, connect_seconds: float) -> str:
+        """Connect to the other members; return why that is not possible within `connect_seconds`, or empty."""
         if dist.is_initialized():
             dist.destroy_process_group()
         while _kept_open:  # all have met
@@ -547,7 +552,7 @@ class Survivors:
         count_groups_anew()
         size = len(self.members)
         # One that is lost meanwhile, or has closed its connections, never answers.
-        bound = timedelta(seconds=min(timeout_seconds, _CONNECT_SECONDS + size / 10))
+        bound = timedelta(seconds=connect_seconds / _GLOO_FACTOR)
         try:
             with noting_connections():
                 name, rank = f"{PREFIX}/group {self._num_meetings}", self.members.index(self.rank)
@@ -556,7 +561,7 @@ class Survivors:
             if self._roll_call is not None:
                 self._roll_call.close()
             if self._has_roll_calls:
-                self._roll_call = self._connect_for_roll_call(store, timeout_seconds, bound.total_seconds())
+                self._roll_call = self._connect_for_roll_call(store, timeout_seconds, connect_seconds)
         except (RuntimeError, OSError) as error:
             return str(error)
         return ""

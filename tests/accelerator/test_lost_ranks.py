@@ -697,9 +697,9 @@ def train_joining(killed: tuple[Killed, ...], setup: Setup, folder: Path, lost: 
         self.members = members
         return refused
 
-    def connect_soon(self: Survivors, timeout_seconds: float) -> str:
+    def connect_soon(self: Survivors, *seconds: float) -> str:
         begin = time.monotonic()
-        problem = connect(self, timeout_seconds)
+        problem = connect(self, *seconds)
         assert time.monotonic() - begin < 10
         return problem
 
