@@ -11,6 +11,7 @@ from tests.example_runs import run_example
 from tests.ranks import preload
 
 
+@pytest.mark.timeout(300)  # without AVX-512
 def test_adapters_on_a_base_in_4_bits_learn_in_shards_what_they_learn_on_one_process(tmp_path: Path):
     for name in ("peft", "bitsandbytes"):
         pytest.importorskip(name)
