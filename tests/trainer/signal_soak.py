@@ -52,7 +52,8 @@ class Pace(TrainerCallback):
             timer.start()
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a run that is over has nothing to save
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)  # a run that is over has nothing to save
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         time.sleep(0.01)
