@@ -23,7 +23,6 @@ from accel_trainer.errors import RankLostError
 from accel_trainer.runtime import rank_loss
 from accel_trainer.runtime.process import init_process, read_environment
 from accel_trainer.runtime.rank_loss import (
-    PREFIX,
     LossNotice,
     Survivors,
     close_connections,
@@ -190,7 +189,6 @@ def connect_together(num_members: int, late: int) -> tuple[list[list[int]], floa
         return connect(self, *seconds)
 
     Survivors._connect = connect_noted  # type: ignore[method-assign]
-    rank_loss._CONNECT_SECONDS = 0.2  # type: ignore[misc]
     store.set(f"begins/{rank}", "")
     store.wait([f"begins/{each}" for each in range(3)])
     if rank == late:
@@ -235,7 +233,7 @@ def connect_to_one_that_is_lost() -> tuple[list[int], float]:
     survivors = Survivors(store, rank, 3)
     if rank == 2:
         survivors.agree({}, 30)
-        say_where_it_listens(rank, 3, dist.PrefixStore(f"{PREFIX}/group 1", store))
+        say_where_it_listens(rank, 3, dist.PrefixStore(f"{rank_loss.PREFIX}/group 1", store))
         survivors.is_alone = True
         survivors.close()
         store.set("listened", "")
