@@ -300,7 +300,7 @@ class _Outlived:
             if (dead.process.exitcode or 0) >= 0:
                 return False
             if reason := self.notice.why_not(others) if others else "no replica is left":
-                dead.failure = f"{dead.failure}\nrank {others} cannot go on: {reason}"
+                dead.failure = f"{dead.failure}\nthe others cannot go on: {reason}"
                 return False
             self.notice.tell(dead.index)
         dead.failure = None
@@ -351,6 +351,8 @@ def _rank_environment(rank: int, world_size: int, port: int, changes: Environmen
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        # torch looks up the name of each address that it connects to: a packet that a resolver loses costs 1 s, not 5.
+        "RES_OPTIONS": "timeout:1 attempts:5",
     }
     for name, value in changes.items():
         if value is None:

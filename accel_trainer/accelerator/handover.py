@@ -7,6 +7,7 @@ those of the rank that sends and of the number of the new one.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from accel_trainer.errors import ConfigError
 from accel_trainer.runtime.process import ProcessContext
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rng import get_rng_state, take_streams
-from accel_trainer.runtime.torch_private import between_two_ranks
+from accel_trainer.runtime.torch_private import between_two_ranks, group_timeout
 from accel_trainer.strategies.broadcast_values import buckets_of, split_like
 
 if TYPE_CHECKING:
@@ -80,25 +81,33 @@ def _are_near(said: list[dict[str, Any]], num_places: int) -> bool:
     return len(steps) <= 1 and steps <= {(0, 1), (1, 0)} and all(each["can_take"] for each in behind)
 
 
+def _wait(work: dist.Work | None) -> None:
+    """Wait to the group's timeout: by itself gloo waits as long as it had to connect, to the bound of a loss there."""
+    assert work is not None
+    work.wait(group_timeout())
+
+
 @between_two_ranks()
 def send(value: Any, to_rank: int, device: torch.device) -> int:
     """Send a state of plain data and tensors to a rank, which calls `receive`; return the bytes of the tensors."""
     tensors: dict[str, Tensor] = {}
     outline = encode(value, tensors)
     kinds = {name: (tuple(t.shape), t.dtype, t.device.type) for name, t in tensors.items()}
-    dist.send_object_list([(outline, kinds)], dst=to_rank, device=device)
+    text = torch.frombuffer(bytearray(pickle.dumps((outline, kinds))), dtype=torch.uint8)
+    _wait(dist.isend(torch.tensor([len(text)]), to_rank))
+    _wait(dist.isend(text, to_rank))
     for bucket in buckets_of(tensors.values()):
         flat = torch.cat([tensor.detach().reshape(-1).to(device) for tensor in bucket])
-        dist.send(flat.view(torch.uint8), dst=to_rank)  # gloo knows few types
+        _wait(dist.isend(flat.view(torch.uint8), to_rank))  # gloo knows few types
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 @between_two_ranks()
 def receive(from_rank: int, device: torch.device) -> Any:
     """Return what a rank has sent by `send`."""
-    received: list[Any] = [None]
-    dist.recv_object_list(received, src=from_rank, device=device)
-    outline, kinds = received[0]
+    _wait(dist.irecv(size := torch.empty(1, dtype=torch.int64), from_rank))
+    _wait(dist.irecv(text := torch.empty(int(size), dtype=torch.uint8), from_rank))
+    outline, kinds = pickle.loads(text.numpy().tobytes())
     # The steps of an optimizer lie on the host, for instance.
     tensors = {
         name: torch.empty(shape, dtype=dtype, device=device if device.type == kind else kind)
@@ -106,7 +115,7 @@ def receive(from_rank: int, device: torch.device) -> Any:
     }
     for bucket in buckets_of(tensors.values()):
         flat = torch.empty(sum(tensor.numel() for tensor in bucket), dtype=bucket[0].dtype, device=device)
-        dist.recv(flat.view(torch.uint8), src=from_rank)
+        _wait(dist.irecv(flat.view(torch.uint8), from_rank))
         for tensor, values in zip(bucket, split_like(flat, bucket), strict=True):
             tensor.copy_(values)
     return decode(outline, tensors)

@@ -33,7 +33,7 @@ from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.errors import RankLostError
 from accel_trainer.logging import write_stderr
 from accel_trainer.runtime.own_watch import leave_watch
-from accel_trainer.runtime.torch_private import completed_work, count_groups_anew, group_timeout
+from accel_trainer.runtime.torch_private import completed_work, count_groups_anew, group_timeout, share_store
 from accel_trainer.runtime.whereabouts import describe_thread, position_of, waits
 
 PREFIX = "accel_trainer/rank_loss"
@@ -88,10 +88,15 @@ def _sockets() -> _Connections:
 
 
 @contextmanager
-def noting_connections(*, adds: bool = False) -> Iterator[None]:
-    """Note the connections that the process group opens in the block, or others of the job beside it (`adds`)."""
+def noting_connections(*, adds: bool = False, opened: Iterable[int] = ()) -> Iterator[None]:
+    """Note the connections that the process group opens in the block, or others of the job beside it (`adds`).
+
+    `opened`: descriptors of those that it was given, and that count as opened there.
+    """
     global _connections, _before
     _connections, _before = _connections if adds else {}, _sockets()
+    for number in opened:
+        _before.pop(number, None)
     try:
         yield
         _connections = _connections | _opened_since(_before)
@@ -318,6 +323,9 @@ class Survivors:
     def __init__(self, store: dist.Store, rank: int, world_size: int, replica_size: int = 1) -> None:
         self._base = store
         self._store = dist.PrefixStore(PREFIX, store)
+        self._spare: tuple[dist.Store, list[int]] | None = None
+        """A connection to the store, and its descriptor, for the next group."""
+        self._connect_ahead()
         self.rank = rank
         self._num_first = world_size
         self.is_alone = rank >= world_size
@@ -541,7 +549,18 @@ class Survivors:
             if self.has_lost():  # since they agreed: the thread may have closed the old connections
                 close_connections()
             self._store.set(f"taken/{self._num_met_without}", "")
+            if self._spare is None:
+                threading.Thread(target=self._connect_ahead, name="rank-loss-store", daemon=True).start()
             return before.index(self.rank), len(before)
+
+    def _connect_ahead(self) -> None:
+        """Connect to the store while nobody waits for it: torch asks a resolver each time, which may take 5 s."""
+        before = _sockets()
+        with suppress(RuntimeError):  # the launcher is gone
+            spare = self._base.clone()  # type: ignore[attr-defined]
+            port = self._base.port  # type: ignore[attr-defined]
+            opened = [number for number, ends in _opened_since(before).items() if ends[1][1:2] == (port,)]
+            self._spare = spare, opened
 
     def _connect(self, timeout_seconds: float, connect_seconds: float) -> str:
         """Connect to the other members; return why that is not possible within `connect_seconds`, or empty."""
@@ -553,11 +572,13 @@ class Survivors:
         size = len(self.members)
         # One that is lost meanwhile, or has closed its connections, never answers.
         bound = timedelta(seconds=connect_seconds / _GLOO_FACTOR)
+        (base, opened), self._spare = self._spare or (None, []), None
         try:
-            with noting_connections():
+            with noting_connections(opened=opened):
                 name, rank = f"{PREFIX}/group {self._num_meetings}", self.members.index(self.rank)
-                store = dist.PrefixStore(name, self._base.clone())  # type: ignore[attr-defined]
+                store = dist.PrefixStore(name, base or self._base.clone())  # type: ignore[attr-defined]
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=bound)
+            share_store(dist.PrefixStore(name, self._base))
             if self._roll_call is not None:
                 self._roll_call.close()
             if self._has_roll_calls:

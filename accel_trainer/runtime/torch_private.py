@@ -108,13 +108,27 @@ default_store: Callable[[], dist.Store] = _bind("torch.distributed.distributed_c
 """The key-value store through which the ranks of the job have met."""
 
 
+_shared_store: dist.Store | None = None
+
+
 def second_store() -> dist.Store | None:
     """Return a connection of one's own to the job's store; None in a `fake` group, whose other ranks are not there."""
     if dist.get_backend() == "fake":
         return None  # up to 2.13 its store refuses every call; from 2.14 on it answers all of them with nothing
+    if _shared_store is not None:
+        return _shared_store
     # A rank that waits in the store, for the beginning of a group for instance, holds the other one.
     store: dist.Store = default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
     return store
+
+
+def share_store(store: dist.Store) -> None:
+    """Have `second_store` return this one, in whose connection nobody waits, instead of connecting.
+
+    torch looks up the name of each address that it connects to, and one lost packet to a resolver costs 5 s.
+    """
+    global _shared_store
+    _shared_store = store
 
 
 _world: Any = _bind("torch.distributed.distributed_c10d", "_world")

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +29,7 @@ from accel_trainer.accelerator import lost_ranks
 from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.local_sgd import LocalSGD
+from accel_trainer.runtime import rank_loss
 from accel_trainer.runtime.own_watch import current_watch
 from accel_trainer.runtime.process import find_rank
 from accel_trainer.runtime.rank_loss import Survivors
@@ -665,6 +667,44 @@ def test_ranks_return_one_after_the_other(tmp_path: Path) -> None:
     """Rank 0 among them, whose process is killed once more, and not replaced then."""
     killed = (Killed(0, 1, "backward"), Killed(3, 6, "data"), Killed(0, 13, "optimizer"))
     check(tmp_path, killed, Setup(waits=(2, 5)), left=[1, 2, 3])
+
+
+def train_meeting_late(killed: tuple[Killed, ...], setup: Setup, folder: Path, late: str) -> Any:
+    """Train; one that returns is sent what the others have, or takes it, later than ranks may need to connect."""
+    call, meet, connect_ahead = getattr(lost_ranks, late), LostRanks._meet, Survivors._connect_ahead
+    port, is_meeting = int(os.environ["MASTER_PORT"]), threading.Event()
+
+    def call_late(*args: Any) -> Any:
+        time.sleep(1.5)
+        return call(*args)
+
+    def connections() -> set[Any]:
+        return {ends[0] for ends in rank_loss._sockets().values() if ends[1][1:2] == (port,)}
+
+    def connect_behind(self: Survivors) -> None:
+        wait_until(lambda: not is_meeting.is_set())
+        connect_ahead(self)
+
+    def meet_unconnected(self: LostRanks, *args: Any, **kwargs: Any) -> None:
+        wait_until(lambda: self._survivors._spare is not None)
+        before = connections()
+        is_meeting.set()
+        meet(self, *args, **kwargs)
+        # Whoever connects to the store looks a name up, and may wait 5 s for a resolver.
+        assert before
+        assert connections() <= before
+        is_meeting.clear()
+
+    setattr(lost_ranks, late, call_late)
+    LostRanks._meet, Survivors._connect_ahead = meet_unconnected, connect_behind  # type: ignore[method-assign]
+    return train(killed, setup, folder)
+
+
+@pytest.mark.parametrize("late", ["send", "receive"])
+def test_what_others_have_is_waited_for_longer_than_connections(late: str, tmp_path: Path) -> None:
+    """And no rank connects to the job's store where they meet."""
+    run = functools.partial(run_ranks, train_meeting_late, late=late)
+    check(tmp_path, (Killed(1, 1, "backward"),), Setup(waits=(2,)), world_size=3, run=run)
 
 
 def train_joining(killed: tuple[Killed, ...], setup: Setup, folder: Path, lost: int) -> Any:
