@@ -376,6 +376,7 @@ class LostRanks:
                 "the others waited %.2f s (%.1f MiB were sent)",
                 num_left, len(survivors.members), self.num_updates, time.monotonic() - begin, num_bytes / 2**20,
             )  # fmt: skip
+        survivors.connect_ahead()
 
     def _facts(self, accelerator: Accelerator, replica: int | None) -> dict[str, Any]:
         """Return what the others are to know of this rank where they meet."""
@@ -467,6 +468,7 @@ class LostRanks:
                 self.extras.take(state["extras"])
             if accelerator._stop_point is not None:
                 accelerator._stop_point.meet_anew(counts_on=False)
+            survivors.connect_ahead()
         except Exception:
             # Those that have taken it in wait for it: as a lost rank it costs them an update.
             traceback.print_exc()

@@ -325,7 +325,8 @@ class Survivors:
         self._store = dist.PrefixStore(PREFIX, store)
         self._spare: tuple[dist.Store, list[int]] | None = None
         """A connection to the store, and its descriptor, for the next group."""
-        self._connect_ahead()
+        self._connecting: threading.Thread | None = None
+        self._connect_to_store()
         self.rank = rank
         self._num_first = world_size
         self.is_alone = rank >= world_size
@@ -549,16 +550,21 @@ class Survivors:
             if self.has_lost():  # since they agreed: the thread may have closed the old connections
                 close_connections()
             self._store.set(f"taken/{self._num_met_without}", "")
-            if self._spare is None:
-                threading.Thread(target=self._connect_ahead, name="rank-loss-store", daemon=True).start()
             return before.index(self.rank), len(before)
 
-    def _connect_ahead(self) -> None:
-        """Connect to the store while nobody waits for it: torch asks a resolver each time, which may take 5 s."""
+    def connect_ahead(self) -> None:
+        """Connect to the store for the next group, behind the last one: torch asks a resolver, which may take 5 s.
+
+        By a thread, and not before this rank opens no more connections of the group, which are noted.
+        """
+        if self._spare is None:
+            self._connecting = threading.Thread(target=self._connect_to_store, name="rank-loss-store", daemon=True)
+            self._connecting.start()
+
+    def _connect_to_store(self) -> None:
         before = _sockets()
-        with suppress(RuntimeError):  # the launcher is gone
-            spare = self._base.clone()  # type: ignore[attr-defined]
-            port = self._base.port  # type: ignore[attr-defined]
+        with suppress(RuntimeError):  # the launcher is gone: whoever takes it connects again
+            spare, port = self._base.clone(), self._base.port  # type: ignore[attr-defined]
             opened = [number for number, ends in _opened_since(before).items() if ends[1][1:2] == (port,)]
             self._spare = spare, opened
 
@@ -572,6 +578,8 @@ class Survivors:
         size = len(self.members)
         # One that is lost meanwhile, or has closed its connections, never answers.
         bound = timedelta(seconds=connect_seconds / _GLOO_FACTOR)
+        if self._connecting is not None:
+            self._connecting.join()
         (base, opened), self._spare = self._spare or (None, []), None
         try:
             with noting_connections(opened=opened):

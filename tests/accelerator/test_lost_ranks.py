@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -202,6 +201,12 @@ def check_end(accelerator: Accelerator, counts: Counts, scheduler: Any) -> None:
     assert counts.updates == scheduler.last_epoch
     # Gathers would wait for a rank that has none.
     assert (current_watch() is None) == (accelerator.num_processes == 1)
+    if accelerator.lost_ranks is not None:  # the connection for the next group stays where a loss closes this one's
+        survivors = accelerator.lost_ranks._survivors
+        wait_until(lambda: survivors._spare is not None)
+        assert survivors._spare is not None
+        present = rank_loss._sockets()
+        assert all(rank_loss._connections.get(number) != present[number] for number in survivors._spare[1])
 
 
 def values_of(net: nn.Module, averages: Any) -> dict[str, torch.Tensor]:
@@ -671,8 +676,7 @@ def test_ranks_return_one_after_the_other(tmp_path: Path) -> None:
 
 def train_meeting_late(killed: tuple[Killed, ...], setup: Setup, folder: Path, late: str) -> Any:
     """Train; one that returns is sent what the others have, or takes it, later than ranks may need to connect."""
-    call, meet, connect_ahead = getattr(lost_ranks, late), LostRanks._meet, Survivors._connect_ahead
-    port, is_meeting = int(os.environ["MASTER_PORT"]), threading.Event()
+    call, meet, port = getattr(lost_ranks, late), LostRanks._meet, int(os.environ["MASTER_PORT"])
 
     def call_late(*args: Any) -> Any:
         time.sleep(1.5)
@@ -681,22 +685,20 @@ def train_meeting_late(killed: tuple[Killed, ...], setup: Setup, folder: Path, l
     def connections() -> set[Any]:
         return {ends[0] for ends in rank_loss._sockets().values() if ends[1][1:2] == (port,)}
 
-    def connect_behind(self: Survivors) -> None:
-        wait_until(lambda: not is_meeting.is_set())
-        connect_ahead(self)
-
     def meet_unconnected(self: LostRanks, *args: Any, **kwargs: Any) -> None:
-        wait_until(lambda: self._survivors._spare is not None)
+        survivors, connect_ahead = self._survivors, self._survivors.connect_ahead
+        wait_until(lambda: survivors._spare is not None)
         before = connections()
-        is_meeting.set()
+        survivors.connect_ahead = lambda: None  # type: ignore[method-assign]
         meet(self, *args, **kwargs)
         # Whoever connects to the store looks a name up, and may wait 5 s for a resolver.
         assert before
         assert connections() <= before
-        is_meeting.clear()
+        connect_ahead()
+        survivors.connect_ahead = connect_ahead  # type: ignore[method-assign]
 
     setattr(lost_ranks, late, call_late)
-    LostRanks._meet, Survivors._connect_ahead = meet_unconnected, connect_behind  # type: ignore[method-assign]
+    LostRanks._meet = meet_unconnected  # type: ignore[method-assign]
     return train(killed, setup, folder)
 
 
