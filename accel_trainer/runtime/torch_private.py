@@ -112,7 +112,7 @@ _shared_store: dist.Store | None = None
 
 
 def second_store() -> dist.Store | None:
-    """Return a connection of one's own to the job's store; None in a `fake` group, whose other ranks are not there."""
+    """Return a connection to the job's store beside the group's; None in a `fake` group, whose others are not there."""
     if dist.get_backend() == "fake":
         return None  # up to 2.13 its store refuses every call; from 2.14 on it answers all of them with nothing
     if _shared_store is not None:
