@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import threading
@@ -113,9 +114,14 @@ def describe_kills(kills: list[list[Kill]]) -> str:
 
 
 def describe_joins(folder: Path) -> str:
-    """Return how many ranks have returned, and how long the others waited for one at most; empty for none."""
+    """Return how many ranks have returned, and how long the others waited for one beside an update; empty for none."""
     seconds = [list(map(float, path.read_text().split())) for path in folder.glob("*.joins")]
-    return f", {max(map(len, seconds))} returned, for at most {max(map(max, seconds)):.2f} s each" if seconds else ""
+    if not seconds:
+        return ""
+    updates = sorted(map(float, (folder / "0.updates").read_text().split()))
+    update = statistics.median(end - begin for begin, end in itertools.pairwise(updates))
+    longest = max(map(max, seconds))
+    return f", {max(map(len, seconds))} returned, for at most {longest:.3f} s each (an update takes {update:.3f} s)"
 
 
 def describe(folder: Path, expected: Any, run: Any) -> tuple[str, str]:

@@ -42,7 +42,7 @@ from accel_trainer.runtime.process import find_survivors, rejoin
 from accel_trainer.runtime.progress import PROGRESS
 from accel_trainer.runtime.rank_loss import Survivors, has_connections
 from accel_trainer.runtime.rank_watch import is_broken, leave_losses_to
-from accel_trainer.runtime.torch_private import default_group, group_timeout, joined_groups
+from accel_trainer.runtime.torch_private import clear_dtensor_caches, default_group, group_timeout, joined_groups
 
 if TYPE_CHECKING:
     from accel_trainer import Accelerator
@@ -376,7 +376,7 @@ class LostRanks:
                 "the others waited %.2f s (%.1f MiB were sent)",
                 num_left, len(survivors.members), self.num_updates, time.monotonic() - begin, num_bytes / 2**20,
             )  # fmt: skip
-        survivors.connect_ahead()
+        survivors.tidy_up()
 
     def _facts(self, accelerator: Accelerator, replica: int | None) -> dict[str, Any]:
         """Return what the others are to know of this rank where they meet."""
@@ -456,6 +456,7 @@ class LostRanks:
         self.take_others()
         if not survivors.is_alone:
             return False
+        clear_dtensor_caches(keep_groups=True)  # in `rejoin` again, without the imports: nobody waits for them here
         if refused := survivors.wait_for_admission():
             write_stderr(f"a process that was started in the place of a lost rank ends: {refused}")
             raise SystemExit(0)
@@ -468,7 +469,7 @@ class LostRanks:
                 self.extras.take(state["extras"])
             if accelerator._stop_point is not None:
                 accelerator._stop_point.meet_anew(counts_on=False)
-            survivors.connect_ahead()
+            survivors.tidy_up()
         except Exception:
             # Those that have taken it in wait for it: as a lost rank it costs them an update.
             traceback.print_exc()

@@ -474,7 +474,7 @@ def rejoin(process: ProcessContext, survivors: Survivors) -> None:
     leave_watch()
     forget_default_groups()
     if len(joined_groups()) > 1:
-        clear_dtensor_caches()  # and the groups of meshes with them, which are made anew
+        clear_dtensor_caches(keep_groups=True)  # units have new meshes: to look for the old ones would be 0.1 s
     rank, size = survivors.form_group(timeout.total_seconds())
     set_group_timeout(default_group(), timeout.total_seconds())
     # The one object that loaders, units, checkpoints and states were given: they count anew with their next step.

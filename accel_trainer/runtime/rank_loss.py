@@ -33,12 +33,20 @@ from accel_trainer.config.dialects.environment import RETURNS_VARIABLE
 from accel_trainer.errors import RankLostError
 from accel_trainer.logging import write_stderr
 from accel_trainer.runtime.own_watch import leave_watch
-from accel_trainer.runtime.torch_private import completed_work, count_groups_anew, group_timeout, share_store
+from accel_trainer.runtime.torch_private import (
+    completed_work,
+    count_groups_anew,
+    group_timeout,
+    joined_groups,
+    share_store,
+)
 from accel_trainer.runtime.whereabouts import describe_thread, position_of, waits
 
 PREFIX = "accel_trainer/rank_loss"
 """Of the keys below in the job's store: of the store itself, whatever prefixes the ranks' own keys have."""
 _POLL_SECONDS = 0.1
+_ASK_SECONDS, _ASK_SECONDS_PER_RANK = 0.002, 0.0005
+"""Between looks at what the others have said: the store serves about 2,000 questions a second of all of them."""
 _SILENCE = timedelta(days=20)
 """For which a rank waits for a word of the launcher at once: torch polls in milliseconds that fit 32 bits."""
 _NEVER = -1
@@ -325,7 +333,9 @@ class Survivors:
         self._store = dist.PrefixStore(PREFIX, store)
         self._spare: tuple[dist.Store, list[int]] | None = None
         """A connection to the store, and its descriptor, for the next group."""
-        self._connecting: threading.Thread | None = None
+        self._left_groups: list[dist.ProcessGroup] = []
+        """Those that this rank was in, until a thread ends them."""
+        self._tidying: threading.Thread | None = None
         self._connect_to_store()
         self.rank = rank
         self._num_first = world_size
@@ -425,18 +435,15 @@ class Survivors:
                 self._store.set("ended", str(self.rank))
             self._store.set(f"word/{self._num_words + 1}/{self.rank}", "")
         self._thread.join(_WORD_SECONDS)
+        if self._tidying is not None:
+            self._tidying.join(_WORD_SECONDS)
         if self._roll_call is not None:
             self._roll_call.close()
 
     def _listen(self, store: dist.Store) -> None:
-        num_started, pending = self._num_first, {self.rank}
+        num_started = self._num_first
         try:
             while not self._is_over.is_set():
-                # Polls, ten a second, were 1 ms of processor time a second on each rank, and most runs lose nobody.
-                if pending or self.has_lost():
-                    self._is_over.wait(_POLL_SECONDS)
-                else:
-                    store.wait([f"word/{self._num_words + 1}/{self.rank}"], _SILENCE)
                 count = store.add("count", 0)
                 is_new, self._num_words = count != self._num_words, count
                 if is_new:
@@ -447,6 +454,11 @@ class Survivors:
                 pending = {*range(self._num_first, num_started)} - self._settled - self.returning
                 for number in pending:
                     self._look_at(number, store)
+                # Polls, ten a second, were 1 ms of processor time a second on each rank, and most runs lose nobody.
+                if pending or self.has_lost():
+                    self._is_over.wait(_POLL_SECONDS)
+                else:
+                    store.wait([f"word/{self._num_words + 1}/{self.rank}"], _SILENCE)
         except RuntimeError:  # the launcher is gone
             return
 
@@ -511,14 +523,17 @@ class Survivors:
                     raise RankLostError(f"{self._missing(left, keys)} did not come within {timeout_seconds:g} s")
                 if self._store.check(["ended"]):
                     raise RankLostError(f"rank {self._store.get('ended').decode()} has ended, and does not go on")
-                time.sleep(_POLL_SECONDS / 20)
+                self._pause()
             # One that is lost now may have come before, and some may have gone on: the first to see either decides.
             has_met = are_here and self.lost == lost
             verdict = self._store.compare_set(f"{meeting}/verdict", "", "met" if has_met else "void").decode()
             if verdict == "met":
                 self.members, self._num_met_without = left, len(lost)
                 return [json.loads(text) for text in self._store.multi_get(keys)]
-            time.sleep(_POLL_SECONDS / 20)  # this rank may hear later of the loss that another has seen
+            self._pause()  # this rank may hear later of the loss that another has seen
+
+    def _pause(self) -> None:
+        time.sleep(max(_ASK_SECONDS, _ASK_SECONDS_PER_RANK * len(self.members)))
 
     def _missing(self, left: Sequence[int], keys: Sequence[str]) -> str:
         absent = [str(rank) for rank, key in zip(left, keys, strict=True) if not self._store.check([key])]
@@ -552,14 +567,20 @@ class Survivors:
             self._store.set(f"taken/{self._num_met_without}", "")
             return before.index(self.rank), len(before)
 
-    def connect_ahead(self) -> None:
-        """Connect to the store for the next group, behind the last one: torch asks a resolver, which may take 5 s.
+    def tidy_up(self) -> None:
+        """Behind a meeting, end the groups that this rank has left, and connect to the store for the next one.
 
-        By a thread, and not before this rank opens no more connections of the group, which are noted.
+        By a thread: a group takes some 25 ms to end, and torch asks a resolver about a connection, which may take 5 s.
+        Not before this rank opens no more connections of the present group, which are noted.
         """
+        groups, self._left_groups = self._left_groups, []
+        self._tidying = threading.Thread(target=self._tidy, args=(groups,), name="rank-loss-tidy", daemon=True)
+        self._tidying.start()
+
+    def _tidy(self, groups: list[dist.ProcessGroup]) -> None:
+        groups.clear()
         if self._spare is None:
-            self._connecting = threading.Thread(target=self._connect_to_store, name="rank-loss-store", daemon=True)
-            self._connecting.start()
+            self._connect_to_store()
 
     def _connect_to_store(self) -> None:
         before = _sockets()
@@ -571,6 +592,7 @@ class Survivors:
     def _connect(self, timeout_seconds: float, connect_seconds: float) -> str:
         """Connect to the other members; return why that is not possible within `connect_seconds`, or empty."""
         if dist.is_initialized():
+            self._left_groups += joined_groups()
             dist.destroy_process_group()
         while _kept_open:  # all have met
             _kept_open.pop().close()
@@ -578,8 +600,8 @@ class Survivors:
         size = len(self.members)
         # One that is lost meanwhile, or has closed its connections, never answers.
         bound = timedelta(seconds=connect_seconds / _GLOO_FACTOR)
-        if self._connecting is not None:
-            self._connecting.join()
+        if self._tidying is not None:
+            self._tidying.join()
         (base, opened), self._spare = self._spare or (None, []), None
         try:
             with noting_connections(opened=opened):
@@ -661,7 +683,7 @@ class Survivors:
                 return "another process of its replica has ended"
             if self._store.check(["ended"]):
                 return "the run has come to its end"
-            time.sleep(_POLL_SECONDS / 4)
+            time.sleep(_POLL_SECONDS / 20)
         admission = json.loads(self._store.get(keys["admission"]))
         self.members, self._num_meetings = admission["members"], admission["meetings"]
         with self._lock:  # others may have been settled while this one waited

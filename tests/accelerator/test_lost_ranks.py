@@ -203,10 +203,12 @@ def check_end(accelerator: Accelerator, counts: Counts, scheduler: Any) -> None:
     assert (current_watch() is None) == (accelerator.num_processes == 1)
     if accelerator.lost_ranks is not None:  # the connection for the next group stays where a loss closes this one's
         survivors = accelerator.lost_ranks._survivors
-        wait_until(lambda: survivors._spare is not None)
+        wait_until(lambda: survivors._tidying is None or not survivors._tidying.is_alive())
         assert survivors._spare is not None
-        present = rank_loss._sockets()
-        assert all(rank_loss._connections.get(number) != present[number] for number in survivors._spare[1])
+        present, own = rank_loss._sockets(), rank_loss._connections
+        assert all(own.get(number) != present[number] for number in survivors._spare[1])
+        peers = [ends[1] for number, ends in present.items() if own.get(number) != ends and isinstance(ends[1], tuple)]
+        assert all(port == survivors._base.port for _, port, *_ in peers), "a group that was left has not ended"
 
 
 def values_of(net: nn.Module, averages: Any) -> dict[str, torch.Tensor]:
@@ -686,16 +688,16 @@ def train_meeting_late(killed: tuple[Killed, ...], setup: Setup, folder: Path, l
         return {ends[0] for ends in rank_loss._sockets().values() if ends[1][1:2] == (port,)}
 
     def meet_unconnected(self: LostRanks, *args: Any, **kwargs: Any) -> None:
-        survivors, connect_ahead = self._survivors, self._survivors.connect_ahead
+        survivors, tidy_up = self._survivors, self._survivors.tidy_up
         wait_until(lambda: survivors._spare is not None)
         before = connections()
-        survivors.connect_ahead = lambda: None  # type: ignore[method-assign]
+        survivors.tidy_up = lambda: None  # type: ignore[method-assign]
         meet(self, *args, **kwargs)
         # Whoever connects to the store looks a name up, and may wait 5 s for a resolver.
         assert before
         assert connections() <= before
-        connect_ahead()
-        survivors.connect_ahead = connect_ahead  # type: ignore[method-assign]
+        tidy_up()
+        survivors.tidy_up = tidy_up  # type: ignore[method-assign]
 
     setattr(lost_ranks, late, call_late)
     LostRanks._meet = meet_unconnected  # type: ignore[method-assign]
