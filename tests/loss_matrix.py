@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel_trainer import Accelerator
 from accel_trainer.accelerator.lost_ranks import LostRanks
 from accel_trainer.runtime.process import find_rank
 from tests.accelerator.test_lost_ranks import CONTINUE, REPLACE, Killed, Setup, samples_of_updates
@@ -54,7 +55,8 @@ class Kill(NamedTuple):
 
 def timed(folder: Path, front: str, killed: tuple[Killed, ...], late: Kill | None = None, setup: Setup = SHORT) -> Any:
     """Run a rank; note when it is killed and when it applies updates."""
-    note_update, meet, kill = LostRanks.note_update, LostRanks._meet, os.kill
+    note_update, meet, hand_over, kill = LostRanks.note_update, LostRanks._meet, LostRanks._hand_over, os.kill
+    sent = 0.0
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what the Trainer logs
 
     def kill_late(num_updates: int) -> None:
@@ -74,13 +76,22 @@ def timed(folder: Path, front: str, killed: tuple[Killed, ...], late: Kill | Non
         kill(pid, number)
 
     def meet_noted(self: LostRanks, error: BaseException | None = None, replica: int | None = None) -> None:
-        begin = time.monotonic()
+        nonlocal sent
+        begin, sent = time.monotonic(), 0.0
         meet(self, error, replica)
         if replica is not None:
             with open(folder / f"{os.environ['RANK']}.joins", "a") as file:  # by which the launcher started it
-                file.write(f"{time.monotonic() - begin}\n")
+                file.write(f"{time.monotonic() - begin} {sent}\n")
 
-    LostRanks.note_update, LostRanks._meet, os.kill = note, meet_noted, kill_noted  # type: ignore[method-assign,assignment]
+    def hand_over_noted(self: LostRanks, accelerator: Accelerator) -> int:
+        nonlocal sent
+        begin = time.monotonic()
+        num_bytes = hand_over(self, accelerator)
+        sent = time.monotonic() - begin
+        return num_bytes
+
+    LostRanks.note_update, LostRanks._meet, os.kill = note, meet_noted, kill_noted  # type: ignore[method-assign]
+    LostRanks._hand_over = hand_over_noted  # type: ignore[method-assign]
     kill_late(0)
     shards = front.endswith("HSDP")
     if front.startswith("native"):
@@ -115,13 +126,18 @@ def describe_kills(kills: list[list[Kill]]) -> str:
 
 def describe_joins(folder: Path) -> str:
     """Return how many ranks have returned, and how long the others waited for one beside an update; empty for none."""
-    seconds = [list(map(float, path.read_text().split())) for path in folder.glob("*.joins")]
-    if not seconds:
+    joins = [
+        [tuple(map(float, line.split())) for line in path.read_text().splitlines()] for path in folder.glob("*.joins")
+    ]
+    if not joins:
         return ""
     updates = sorted(map(float, (folder / "0.updates").read_text().split()))
     update = statistics.median(end - begin for begin, end in itertools.pairwise(updates))
-    longest = max(map(max, seconds))
-    return f", {max(map(len, seconds))} returned, for at most {longest:.3f} s each (an update takes {update:.3f} s)"
+    longest, sent = max(map(max, joins))
+    return (
+        f", {max(map(len, joins))} returned, for at most {longest:.3f} s each, {sent:.3f} of them to send (an update "
+        f"takes {update:.3f} s)"
+    )
 
 
 def describe(folder: Path, expected: Any, run: Any) -> tuple[str, str]:
