@@ -437,6 +437,7 @@ class Survivors:
         self._thread.join(_WORD_SECONDS)
         if self._tidying is not None:
             self._tidying.join(_WORD_SECONDS)
+        self._left_groups.clear()  # of a meeting that failed: their threads would outlive the interpreter
         if self._roll_call is not None:
             self._roll_call.close()
 
