@@ -9,14 +9,12 @@ import torch.distributed as dist
 
 from accel_trainer.errors import ProcessGroupError
 from accel_trainer.runtime.process import ProcessContext
+from accel_trainer.runtime.rank_loss import ask_seconds
 from accel_trainer.runtime.rank_watch import raise_if_lost
 from accel_trainer.runtime.torch_private import group_timeout, second_store
 from accel_trainer.runtime.whereabouts import waits
 
-_POLL_SECONDS = 0.05
-_ASK_SECONDS = 0.002  # between looks for the answers to a call
-# With very many ranks they look more seldom: the store serves about 2,000 questions a second of all of them.
-_POLL_SECONDS_PER_RANK = 0.0005
+_POLL_SECONDS = 0.05  # with very many ranks they look more seldom
 _LEFT = "left"
 # For a question on its way to a store whose machine is gone.
 _JOIN_SECONDS = 10.0
@@ -121,7 +119,7 @@ class Meeting:
         return f"{self._name}/{self._round}/{rank}"
 
     def _answer_calls(self) -> None:
-        interval_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * self._process.world_size)
+        interval_seconds = max(_POLL_SECONDS, ask_seconds(self._process.world_size))
         try:
             while not self._is_over.wait(interval_seconds):
                 number = self._round
@@ -151,7 +149,7 @@ class Meeting:
                     f"not every rank answered within {timeout_seconds:g} s when rank {self._process.rank} had "
                     "something to decide with them; one hangs or is gone. Look into the output of the others"
                 )
-            time.sleep(max(_ASK_SECONDS, _POLL_SECONDS_PER_RANK * self._process.world_size))
+            time.sleep(ask_seconds(self._process.world_size))
         answers = [self._store.get(key).decode() for key in keys]
         if _LEFT in answers:
             raise ProcessGroupError(

@@ -46,7 +46,6 @@ PREFIX = "accel_trainer/rank_loss"
 """Of the keys below in the job's store: of the store itself, whatever prefixes the ranks' own keys have."""
 _POLL_SECONDS = 0.1
 _ASK_SECONDS, _ASK_SECONDS_PER_RANK = 0.002, 0.0005
-"""Between looks at what the others have said: the store serves about 2,000 questions a second of all of them."""
 _SILENCE = timedelta(days=20)
 """For which a rank waits for a word of the launcher at once: torch polls in milliseconds that fit 32 bits."""
 _NEVER = -1
@@ -70,6 +69,12 @@ _before: _Connections | None = None
 """The others, while the process group connects."""
 _kept_open: list[socket.socket] = []
 """Those that a loss has ended, for others that still write: copies."""
+
+
+def ask_seconds(num_ranks: int) -> float:
+    """Return how long each of so many ranks waits between looks into the job's store for what the others say."""
+    # It serves about 2,000 questions a second of all of them.
+    return max(_ASK_SECONDS, _ASK_SECONDS_PER_RANK * num_ranks)
 
 
 def _open_socket(number: int) -> socket.socket:
@@ -524,17 +529,14 @@ class Survivors:
                     raise RankLostError(f"{self._missing(left, keys)} did not come within {timeout_seconds:g} s")
                 if self._store.check(["ended"]):
                     raise RankLostError(f"rank {self._store.get('ended').decode()} has ended, and does not go on")
-                self._pause()
+                time.sleep(ask_seconds(len(left)))
             # One that is lost now may have come before, and some may have gone on: the first to see either decides.
             has_met = are_here and self.lost == lost
             verdict = self._store.compare_set(f"{meeting}/verdict", "", "met" if has_met else "void").decode()
             if verdict == "met":
                 self.members, self._num_met_without = left, len(lost)
                 return [json.loads(text) for text in self._store.multi_get(keys)]
-            self._pause()  # this rank may hear later of the loss that another has seen
-
-    def _pause(self) -> None:
-        time.sleep(max(_ASK_SECONDS, _ASK_SECONDS_PER_RANK * len(self.members)))
+            time.sleep(ask_seconds(len(left)))  # this rank may hear later of the loss that another has seen
 
     def _missing(self, left: Sequence[int], keys: Sequence[str]) -> str:
         absent = [str(rank) for rank, key in zip(left, keys, strict=True) if not self._store.check([key])]
