@@ -144,12 +144,12 @@ class Meeting:
         begin = time.monotonic()
         while not self._store.check(keys):
             raise_if_lost()
-            if time.monotonic() - begin > timeout_seconds:
+            if (waited_seconds := time.monotonic() - begin) > timeout_seconds:
                 raise ProcessGroupError(
                     f"not every rank answered within {timeout_seconds:g} s when rank {self._process.rank} had "
                     "something to decide with them; one hangs or is gone. Look into the output of the others"
                 )
-            time.sleep(ask_seconds(self._process.world_size))
+            time.sleep(ask_seconds(self._process.world_size, waited_seconds))
         answers = [self._store.get(key).decode() for key in keys]
         if _LEFT in answers:
             raise ProcessGroupError(
