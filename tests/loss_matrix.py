@@ -1,7 +1,7 @@
 """`kill -9` of one of four ranks at nine places, and at random times: `make test-losses`.
 
-What follows each, how long no update was applied, and how far the weights are from those of the run without a loss. A
-restart of all ranks, for comparison, is a start of Python, imports, and a load.
+What follows each, how long no update was applied, and how far the weights are from those of the run without a loss;
+beside it how long a restart of all ranks takes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -21,6 +22,8 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from accel_trainer import Accelerator
 from accel_trainer.accelerator.lost_ranks import LostRanks
@@ -110,6 +113,27 @@ def timed_if(folder: Path, kills: list[list[Kill]], front: str) -> Any:
     return timed(folder, front, (), kills[rank][number] if number < len(kills[rank]) else None, LONG)
 
 
+def restarted(folder: Path) -> None:
+    """Run a rank of a job in which one is killed, and all are started again; note when it applies updates."""
+    step = torch.optim.AdamW.step
+
+    def note(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
+        result = step(self, *args, **kwargs)
+        with open(folder / f"{find_rank()}.updates", "a") as file:
+            file.write(f"{time.monotonic()}\n")
+        return result
+
+    torch.optim.AdamW.step = note  # type: ignore[method-assign]
+    timed(folder, "native", () if (folder / "killed").exists() else (Killed(2, 3, "backward"),))
+
+
+def restart_seconds(folder: Path) -> float:
+    """Return how long no update is applied where the launcher starts four ranks again that have nothing to load."""
+    command = [sys.executable, "-m", "accel_trainer", "launch", "--cpu", "--num_processes", "4", "--max_restarts", "1"]
+    subprocess.run([*command, "--module", "tests.loss_matrix", "--restarted", str(folder)], check=True, timeout=90)
+    return standstill_seconds(folder)
+
+
 def standstill_seconds(folder: Path) -> float:
     """Return how long after the kill the first update was applied by rank 0, which may be another process by then."""
     begin = float((folder / "killed").read_text())
@@ -197,6 +221,9 @@ def run_table(base: Path) -> Counter[str]:
             )
             kinds[kind] += 1
             print(f"{front}, {place}: {text}", flush=True)
+    folder = base / "restarted"
+    folder.mkdir()
+    print(f"all ranks started again, without --on_rank_loss: standstill {restart_seconds(folder):.2f} s", flush=True)
     return kinds
 
 
@@ -242,7 +269,11 @@ def main() -> None:
     parser.add_argument("--returns", action="store_true", help="with --random: start another in the place of each")
     parser.add_argument("--hsdp", action="store_true", help="with --random: replicas of shards")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--restarted", type=Path, help=argparse.SUPPRESS)  # of a rank
     options = parser.parse_args()
+    if options.restarted:
+        restarted(options.restarted)
+        return
     with tempfile.TemporaryDirectory() as base:
         if options.random:
             front = "native HSDP" if options.hsdp else "native"
