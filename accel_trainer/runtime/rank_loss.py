@@ -13,6 +13,7 @@ a number of its own.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import signal
@@ -45,7 +46,7 @@ from accel_trainer.runtime.whereabouts import describe_thread, position_of, wait
 PREFIX = "accel_trainer/rank_loss"
 """Of the keys below in the job's store: of the store itself, whatever prefixes the ranks' own keys have."""
 _POLL_SECONDS = 0.1
-_ASK_SECONDS, _ASK_SECONDS_PER_RANK = 0.002, 0.0002
+_ASK_SECONDS = 0.002
 _SILENCE = timedelta(days=20)
 """For which a rank waits for a word of the launcher at once: torch polls in milliseconds that fit 32 bits."""
 _NEVER = -1
@@ -71,13 +72,14 @@ _kept_open: list[socket.socket] = []
 """Those that a loss has ended, for others that still write: copies."""
 
 
-def ask_seconds(num_ranks: int, waited_seconds: float = 0.0) -> float:
+def ask_seconds(num_ranks: int, waited_seconds: float = math.inf) -> float:
     """Return how long each of so many ranks waits between looks into the job's store for what the others say.
 
-    Less at first, since most come together, and what they wait for one another is what a rank that returns costs.
+    Less for one that has just come: most come together, and what they wait for one another a return costs them all.
     """
-    # The store serves 15,000 questions a second, of all of them.
-    return max(min(waited_seconds / 10, _ASK_SECONDS), _ASK_SECONDS_PER_RANK * num_ranks)
+    # The store serves 15,000 questions a second: those that come put 5,000, and those that wait 2,000.
+    longest = max(_ASK_SECONDS, num_ranks / 2000)
+    return max(min(waited_seconds / 10, longest), num_ranks / 5000)
 
 
 def _open_socket(number: int) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from accel_trainer.runtime.process import init_process, read_environment
 from accel_trainer.runtime.rank_loss import (
     LossNotice,
     Survivors,
+    ask_seconds,
     close_connections,
     join_alike_group,
     noting_connections,
@@ -254,6 +256,13 @@ def connect_to_one_that_is_lost() -> tuple[list[int], float]:
     dist.all_reduce(torch.zeros(1))
     survivors.close()
     return survivors.members, seconds
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4, 64, 4096])
+def test_many_ranks_ask_the_store_no_more_than_it_serves_and_those_that_come_more_often(num_ranks: int) -> None:
+    at_first, later, always = (num_ranks / ask_seconds(num_ranks, waited) for waited in (0.0, 60.0, math.inf))
+    assert 2 * later < at_first < 5_001
+    assert later == always < 2_001
 
 
 def test_one_that_is_lost_before_it_calls_the_others_holds_them_up_for_3_s_at_most() -> None:
