@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accel_trainer import Accelerator
 from accel_trainer.accelerator.lost_ranks import LostRanks
@@ -56,6 +56,12 @@ class Kill(NamedTuple):
     seconds: float
 
 
+def note_time(folder: Path) -> None:
+    """Note that this rank has applied an update."""
+    with open(folder / f"{find_rank()}.updates", "a") as file:
+        file.write(f"{time.monotonic()}\n")
+
+
 def timed(folder: Path, front: str, killed: tuple[Killed, ...], late: Kill | None = None, setup: Setup = SHORT) -> Any:
     """Run a rank; note when it is killed and when it applies updates."""
     note_update, meet, hand_over, kill = LostRanks.note_update, LostRanks._meet, LostRanks._hand_over, os.kill
@@ -71,8 +77,7 @@ def timed(folder: Path, front: str, killed: tuple[Killed, ...], late: Kill | Non
     def note(self: LostRanks) -> None:
         note_update(self)
         kill_late(self.num_updates)
-        with open(folder / f"{find_rank()}.updates", "a") as file:
-            file.write(f"{time.monotonic()}\n")
+        note_time(folder)
 
     def kill_noted(pid: int, number: int) -> None:
         (folder / "killed").write_text(str(time.monotonic()))
@@ -115,15 +120,7 @@ def timed_if(folder: Path, kills: list[list[Kill]], front: str) -> Any:
 
 def restarted(folder: Path) -> None:
     """Run a rank of a job in which one is killed, and all are started again; note when it applies updates."""
-    step = torch.optim.AdamW.step
-
-    def note(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
-        with open(folder / f"{find_rank()}.updates", "a") as file:
-            file.write(f"{time.monotonic()}\n")
-        return result
-
-    torch.optim.AdamW.step = note  # type: ignore[method-assign]
+    register_optimizer_step_post_hook(lambda *_: note_time(folder))
     timed(folder, "native", () if (folder / "killed").exists() else (Killed(2, 3, "backward"),))
 
 

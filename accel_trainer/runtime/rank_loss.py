@@ -46,7 +46,6 @@ from accel_trainer.runtime.whereabouts import describe_thread, position_of, wait
 PREFIX = "accel_trainer/rank_loss"
 """Of the keys below in the job's store: of the store itself, whatever prefixes the ranks' own keys have."""
 _POLL_SECONDS = 0.1
-_ASK_SECONDS = 0.002
 _SILENCE = timedelta(days=20)
 """For which a rank waits for a word of the launcher at once: torch polls in milliseconds that fit 32 bits."""
 _NEVER = -1
@@ -78,7 +77,7 @@ def ask_seconds(num_ranks: int, waited_seconds: float = math.inf) -> float:
     Less for one that has just come: most come together, and what they wait for one another a return costs them all.
     """
     # The store serves 15,000 questions a second: those that come put 5,000, and those that wait 2,000.
-    longest = max(_ASK_SECONDS, num_ranks / 2000)
+    longest = max(0.002, num_ranks / 2000)
     return max(min(waited_seconds / 10, longest), num_ranks / 5000)
 
 
